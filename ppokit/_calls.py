@@ -30,6 +30,7 @@ any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: Fal
 
 # torch has no public list of hooks. Each kind is an attribute whose name ends in this way.
 _HOOKS = [x for x in vars(nn.Module()) if x.endswith("_hooks") and "state_dict" not in x]
+_TRACES_LISTS = torch.__version__ >= "2.12"
 hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 
 
@@ -88,8 +89,9 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     for name in _HOOKS:  # torch's guards leave hooks out; on these lengths a graph depends
         if len(entries[name]):
             return True
-    # Dynamo does not guard on missing keys of a module's dictionary, but on the list of its keys.
-    return "forward" in list(entries) or any_global_hook()
+    # Dynamo does not guard on missing keys of a module's dictionary, but on the list of its keys,
+    # which torch 2.11 cannot trace: there a graph does not see a forward that is set after capture.
+    return "forward" in (list(entries) if _TRACES_LISTS else entries) or any_global_hook()
 
 
 def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:

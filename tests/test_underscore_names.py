@@ -99,6 +99,8 @@ NAMESPACES = {
     "_compiling.py: vars(module)": "whether modules have hooks or replaced methods",
     "_compiling.py: vars(m)": "attributes of a network are restored after a trial",
     "_compiling.py: vars(nn.Module())": "attributes that every module has",
+    "collectors/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
+    "collectors/actor.py: actor.__dict__[name]": "likewise",
     "collectors/tensor_policy.py: vars(module)": "whether an instance replaces get_dist",
     "objectives/coefficients.py: loss.__dict__.get('_buffers')": "coefficients without look-up",
     "objectives/coefficients.py: loss.__dict__": "whether a coefficient is None",

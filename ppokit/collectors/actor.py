@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._compiling import are_same
-from ppokit._keys import VERSION_KEY, as_key, version_of, write_policy_version
+from ppokit._keys import as_key, version_of, write_policy_version
 from ppokit.collectors.batch import Entries
 from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.tensor_policy import find_tensor_policy
@@ -56,26 +56,15 @@ class TensorActor(TensorDictModuleBase):
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")
         self.actor: Any
-        self.__dict__["actor"] = actor  # no child, whose parameters would have other names
-        self._register()
+        # Not a child, whose parameters would have other names: both hold the same children. They
+        # share the dictionaries: what is replaced in one of them is replaced in the other.
+        self.__dict__["actor"] = actor
+        for name, held in vars(nn.Module()).items():  # modules, parameters, buffers
+            if isinstance(held, dict | set) and "hooks" not in name:
+                self.__dict__[name] = actor.__dict__[name]
         self._compiled = CompiledPolicy(compile) if compile is not False else None
         self.in_keys: Any = actor.in_keys
         self.out_keys: Any = actor.out_keys
-
-    def _register(self) -> None:
-        """Register children, parameters and buffers of the actor, under their names."""
-        for name, child in self.actor.named_children():
-            self.add_module(name, child)
-        for name, parameter in self.actor.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        saved = self.actor.state_dict()
-        for name, buffer in self.actor.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name in saved)
-        self._registered = self._parts_of_actor()
-
-    def _parts_of_actor(self) -> list[Any]:
-        actor = self.actor
-        return [*actor.children(), *actor.parameters(recurse=False), *actor.buffers(recurse=False)]
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -84,9 +73,7 @@ class TensorActor(TensorDictModuleBase):
         Also ``"policy_version"``, if the actor has a buffer of that name (see
         :class:`~ppokit.PPOUpdate`). No gradient is computed.
         """
-        if not are_same(self._registered, self._parts_of_actor()):  # it was moved, or changed
-            self._register()
-        version = version_of(self if hasattr(self, VERSION_KEY) else self.actor)
+        version = version_of(self.actor)
         is_random = exploration_type() is ExplorationType.RANDOM
         written = self._call(tensordict) if is_random else None
         if written is None:
@@ -117,12 +104,6 @@ class TensorActor(TensorDictModuleBase):
         """Set the mode of the actor and of its modules."""
         self.actor.train(mode)
         self.training = mode
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> TensorActor:
-        """Move or cast the actor, and register its buffers again, which become others."""
-        self.actor._apply(fn, recurse)
-        self._register()
         return self
 
     def __repr__(self) -> str:

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
+)
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -208,3 +212,33 @@ def test_agents_whose_actions_lie_in_a_group():
     assert set(results[0].keys(True, True)) == set(results[1].keys(True, True))
     for key in results[0].keys(True, True):
         torch.testing.assert_close(results[0][key], results[1][key])
+
+
+class Offset(TensorDictModuleBase):
+    """An actor with a parameter, a buffer and tied layers of its own."""
+
+    in_keys, out_keys = ("observation",), ("action",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = self.tied = nn.Linear(4, 2)
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.register_buffer("offset", torch.zeros(2))
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict.set("action", self.tied(tensordict["observation"]) + self.bias)
+
+
+def test_tensors_replaced_in_one_are_replaced_in_the_other():
+    actor = Offset()
+    lean, observed = TensorActor(actor), TensorDict({"observation": torch.zeros(4)})
+    assert list(lean.state_dict()) == list(actor.state_dict())
+    weights = {name: torch.full_like(x, 3.0) for name, x in lean.state_dict().items()}
+    found = torch.func.functional_call(lean, weights, (observed.clone(),))
+    assert found["action"].tolist() == [6.0, 6.0]
+    with TensorDict.from_module(lean).apply(torch.ones_like).to_module(lean):
+        assert lean(observed.clone())["action"].tolist() == [2.0, 2.0]
+    lean.bias = nn.Parameter(torch.full((2,), 5.0))
+    assert actor.bias is lean.bias
+    actor.offset = torch.ones(2)
+    assert lean.offset is actor.offset

@@ -233,7 +233,7 @@ def test_tensors_replaced_in_one_are_replaced_in_the_other():
     actor = Offset()
     lean, observed = TensorActor(actor), TensorDict({"observation": torch.zeros(4)})
     assert list(lean.state_dict()) == list(actor.state_dict())
-    weights = {name: torch.full_like(x, 3.0) for name, x in lean.state_dict().items()}
+    weights = {name: torch.full_like(x, 3.0) for name, x in lean.named_parameters()}
     found = torch.func.functional_call(lean, weights, (observed.clone(),))
     assert found["action"].tolist() == [6.0, 6.0]
     with TensorDict.from_module(lean).apply(torch.ones_like).to_module(lean):

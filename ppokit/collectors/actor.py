@@ -88,10 +88,10 @@ class TensorActor(TensorDictModuleBase):
         observed = {key: value for key, value in observed.items() if value is not None}
         compiled, is_complete = self._compiled, len(observed) == len(self.in_keys)
         if compiled is not None and compiled.begin(self.actor, None) and is_complete:
-            outputs = compiled(observed, tensordict.ndim, total=True)
-            if outputs is not None:
-                _, written, total = outputs
-                if total is not None and total.is_cpu and not math.isfinite(total.item()):
+            found = compiled.call_with_guards(observed, tensordict.ndim)
+            if found is not None:
+                written, total = found
+                if total.is_cpu and not math.isfinite(total.item()):
                     compiled.check(written)
                 return written
         function = find_tensor_policy(self.actor, None, observed)

@@ -90,25 +90,28 @@ class CompiledPolicy:
             warnings.warn(f"The policy is not compiled: {reason}.", RuntimeWarning, stacklevel=3)
         self.reason = reason
 
-    def __call__(
-        self, observed: Entries, ndim: int = 1, *, total: bool = False
-    ) -> tuple[Entries, Entries, Tensor | None] | None:
-        """Return what transform and policy write; None if the first call of a batch has no graph.
-
-        Also the sum of what the policy writes, with ``total``.
-        """
-        values, is_first = (*observed.values(),), self._is_first
+    def _functions_for(self, observed: Entries, ndim: int, *, total: bool) -> Any:
+        """Return a compiled function for observations of these keys, and the function."""
         self._budget.calls += 1
-        if self._rest is not None:
-            return self._rest(*values)
-        self._is_first = False
         kind = (*observed,), ndim, total
         if kind not in self._functions:
             function = _function_of(self._policy, self._transform, *kind)
-            is_on_cpu = all(value.is_cpu for value in values)
+            is_on_cpu = all(value.is_cpu for value in observed.values())
             options: Any = {"what": "the policy", "on_cpu": is_on_cpu, "budget": self._budget}
             self._functions[kind] = CompiledFunction(function, self._options, **options), function
-        compiled, function = self._functions[kind]
+        return self._functions[kind]
+
+    def _note(self, error: NoGraphError) -> None:
+        self._failed = None if error.is_refused else str(error)
+        self._warn(str(error))
+
+    def __call__(self, observed: Entries) -> tuple[Entries, Entries, Any] | None:
+        """Return what transform and policy write; None where a batch begins without a graph."""
+        values, is_first = (*observed.values(),), self._is_first
+        if self._rest is not None:
+            return self._rest(*values)
+        self._is_first = False
+        compiled, function = self._functions_for(observed, 1, total=False)
         try:
             if self._graph is not None:
                 number, layout = self._graph
@@ -120,14 +123,25 @@ class CompiledPolicy:
             before = attributes_of(self._modules)
             number, outputs = compiled(*values, may_capture=True)
         except NoGraphError as error:
-            self._rest, self._failed = function, None if error.is_refused else str(error)
-            self._warn(str(error))
+            self._rest = function
+            self._note(error)
             return None if is_first else function(*values)
         self.reason = None
         is_pure = are_same(before, attributes_of(self._modules))
         layout = tuple((x.shape, x.stride(), x.dtype) for x in values)
         self._graph = (number, layout) if is_pure else None
         return outputs
+
+    def call_with_guards(self, observed: Entries, ndim: int) -> tuple[Entries, Tensor] | None:
+        """Return what the policy writes, and the sum of its numbers; None if there is no graph."""
+        compiled, _ = self._functions_for(observed, ndim, total=True)
+        try:
+            _, (_, written, total) = compiled(*observed.values(), may_capture=True)
+        except NoGraphError as error:
+            self._note(error)
+            return None
+        self.reason = None
+        return written, total
 
     def check(self, written: Entries) -> None:
         """Raise a ValueError where the policy's parameters are not finite, or others NaN."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -256,3 +257,23 @@ def test_a_compiled_actor_is_captured_once_and_after_changes():
     for change in CHANGES:
         change(actor)
         assert_alike(call(lean, 5), rescored(actor, [call(actor, 5)])[0])
+
+
+def test_threads_share_a_tensor_actor(monkeypatch: pytest.MonkeyPatch):
+    """Each call has guards, whatever another thread has called."""
+    monkeypatch.setattr(compiled_policy, "WORTH", 1)
+    actor, _ = make("categorical")
+    lean, found = TensorActor(actor, compile={"backend": "eager"}), []
+    call(lean, 5), call(lean, 8)
+
+    def act(count: int) -> None:
+        for _ in range(100):
+            found.append(call(lean, count)["action"].shape[0] == count)
+
+    threads = [threading.Thread(target=act, args=(count,)) for count in (5, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 200
+    assert all(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.envs import ExplorationType
+from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor
+from ppokit._compiling import CompiledFunction
 from ppokit.collectors import compiled_policy
 from tests.collectors.test_actor import assert_alike, call
 from tests.collectors.test_collector import (
@@ -261,19 +264,24 @@ def test_a_compiled_actor_is_captured_once_and_after_changes():
 
 def test_threads_share_a_tensor_actor(monkeypatch: pytest.MonkeyPatch):
     """Each call has guards, whatever another thread has called."""
-    monkeypatch.setattr(compiled_policy, "WORTH", 1)
+    forms: list[Any] = []
+    monkeypatch.setattr(CompiledFunction, "form", lambda *args, **_: forms.append(args))
     actor, _ = make("categorical")
     lean, found = TensorActor(actor, compile={"backend": "eager"}), []
     call(lean, 5), call(lean, 8)
 
     def act(count: int) -> None:
-        for _ in range(100):
-            found.append(call(lean, count)["action"].shape[0] == count)
+        with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
+            for _ in range(1_000):
+                found.append(lean(TensorDict({"observation": torch.ones(count, 3)}, [count])))
 
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     threads = [threading.Thread(target=act, args=(count,)) for count in (5, 8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 200
-    assert all(found)
+    sys.setswitchinterval(before)
+    assert len(found) == 2_000
+    assert not forms

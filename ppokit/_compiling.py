@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import platform
 import threading
 import time
@@ -78,6 +77,8 @@ class CompiledFunction:
             from C++ on the CPU of Linux.
         what: the function's name in the log, where a capture longer than a second is reported.
         on_cpu: whether all tensors are on the CPU.
+        static: whether a graph serves sizes and whole numbers of one value only, which forms need.
+            Otherwise the compiler may capture one for all sizes.
         budget: counts the captures of all functions that share it.
     """
 
@@ -88,19 +89,23 @@ class CompiledFunction:
         *,
         what: str,
         on_cpu: bool,
+        static: bool,
         budget: Budget,
     ) -> None:
         has_wrapper = on_cpu and platform.system() == "Linux"
         if has_wrapper and not {"backend", "options"} & options.keys():
             options = {**options, "options": {"cpp_wrapper": True}}
         self._function, self._what, self._budget = function, what, budget
+        self.is_static = static and not options.get("dynamic")
         self._options = {"fullgraph": True, **options}
         self._may_capture = self._is_tracing = self._is_refused = False
         self._progress: _Progress | None = None
         self._renew()
 
     def _renew(self) -> None:
-        self._guarded, self._graphs = self._compile(), 0
+        static = {"dynamic": False} if self.is_static else {}
+        self._guarded = self._compile(**static)
+        self.graphs = 0  #: captured with guards, and kept
         self._forms: dict[Any, Any] = {}  # without guards, by number and layout
         self._requests: dict[Any, int] = {}  # for each of them
 
@@ -112,8 +117,8 @@ class CompiledFunction:
                 raise NoGraphError(OFTEN)
             if not self._is_tracing:
                 self._is_tracing, self._progress = True, _Progress(self._what)
-                if not options:  # forms are few: each is asked for many times before
-                    self._graphs += 1
+                if "options" not in options:  # forms are few: each is asked for often before
+                    self.graphs += 1
                     self._budget.spend()
             return next(_numbers)
 
@@ -135,7 +140,7 @@ class CompiledFunction:
             NoGraphError: no graph fits, and it may not or could not be captured. An error of a
                 graph that has run before passes unchanged.
         """
-        if may_capture and self._graphs >= MOST_GRAPHS:
+        if may_capture and self.graphs >= MOST_GRAPHS:
             self._renew()
         is_allowed = may_capture and self._budget.is_left
         return self._call(self._guarded, arguments, may_capture=is_allowed)
@@ -159,12 +164,15 @@ class CompiledFunction:
         if self._requests[key] == (RARE * after if self._forms and after > 1 else after):
             no_guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             own = self._options.get("options") or {}
+            # Static, too: it is captured once. With dynamic=False each call would take longer.
             form = self._compile(dynamic=None, options={**own, **no_guards})
             modules = modules_of({str(n): root for n, root in enumerate(roots)})
             copies = copies_of(*arguments)
             with suppress(NoGraphError), trial(modules, _device_of(copies)):
+                # Code of the user may have run since the call that returned the number.
+                present, _ = self._call(self._guarded, copies, may_capture=False)
                 self._call(form, copies, may_capture=True)
-                self._forms[key] = form
+                self._forms[present, layout] = form
         return self._forms.get(key)
 
     def _call(self, compiled: Any, arguments: Any, *, may_capture: bool) -> tuple[int, Any]:
@@ -299,10 +307,11 @@ _OF_ALL = {*vars(nn.Module())} - {"training"}  # tensors are looked up in each c
 
 
 def attributes_of(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """Return the attributes of modules that are no tensors, and what lists and dicts hold."""
+    """Return attributes of modules, what lists and dicts hold, and the shapes of buffers."""
     found = []
     for module in modules.values():
         own = vars(module)
+        found += [x.shape for x in module._buffers.values() if x is not None]
         for name in own.keys() - _OF_ALL:
             found += own[name], *_contents(own[name])
     return found
@@ -314,8 +323,9 @@ def _contents(x: Any) -> list[Any]:
 
 
 def are_same(x: Sequence[Any], y: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return len(x) == len(y) and all(map(operator.is_, x, y))
+    """Return whether two lists hold the same objects, or equal shapes."""
+    pairs = zip(x, y, strict=False)
+    return len(x) == len(y) and all(a is b or (type(a) is torch.Size and a == b) for a, b in pairs)
 
 
 @contextmanager

@@ -98,6 +98,7 @@ class CompiledPolicy:
             function = _function_of(self._policy, self._transform, *kind)
             is_on_cpu = all(value.is_cpu for value in observed.values())
             options: Any = {"what": "the policy", "on_cpu": is_on_cpu, "budget": self._budget}
+            options["static"] = not total  # TensorActor has no form without guards
             self._functions[kind] = CompiledFunction(function, self._options, **options), function
         return self._functions[kind]
 
@@ -129,7 +130,7 @@ class CompiledPolicy:
         self.reason = None
         is_pure = are_same(before, attributes_of(self._modules))
         layout = tuple((x.shape, x.stride(), x.dtype) for x in values)
-        self._graph = (number, layout) if is_pure else None
+        self._graph = (number, layout) if is_pure and compiled.is_static else None
         return outputs
 
     def call_with_guards(self, observed: Entries, ndim: int) -> tuple[Entries, Tensor] | None:

@@ -36,6 +36,7 @@ from ppokit.update.decision import Limits, Outcome, decide
 from ppokit.update.optimizers import STATE, Group, adam_step, groups_of
 
 MOST_STRUCTURES = 8  # that keep their graphs
+MOST_STATIC = 4  # graphs of a structure for one layout each; further layouts share one
 MOST_REPLAYS = 8  # layouts of minibatches with a CUDA graph
 MOST_UNUSED = 3  # captures in a row whose graph did not fit the next call
 TRIES = 16  # while no graph may be captured and none fits, one of so many steps looks for one
@@ -144,7 +145,9 @@ class CompiledStep:
     def _forget(self, loss: nn.Module | None = None, hooks: Any = None) -> None:
         self._loss, self._hooks = loss, hooks  # which Dynamo does not look at again
         self._trained: frozenset[str] = frozenset()  # names of parameters, found by a trial
-        self._graphs: dict[Structure, CompiledFunction] = {}
+        # by structure, and whether a graph serves one layout only
+        self._graphs: dict[tuple[Structure, bool], CompiledFunction] = {}
+        self._shared: set[tuple[Structure, Any]] = set()  # layouts that share a graph
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
         self._replayed: dict[Any, ReplayedStep] = {}
         self._unused, self._has_missed = 0, False
@@ -159,6 +162,7 @@ class CompiledStep:
         self._is_within = self._is_within if within is None else within
         self._inputs: Inputs | None = None
         self._numbers: dict[Any, int] = {}  # of the graph that fits each layout
+        self._is_pure = True  # no graph has set attributes that networks may read
         for replayed in self._replayed.values():
             replayed.is_current = False
 
@@ -197,8 +201,13 @@ class CompiledStep:
         reason = self._reason_to_rest(None if inputs is None else inputs.structure)
         # A look for a graph takes as long as some steps where it finds none.
         is_tried = reason is None or not self._has_missed or self._budget.calls % TRIES == 0
-        if is_tried and inputs is not None and inputs.structure in self._graphs:
+        if is_tried and inputs is not None and self._key(inputs, layout) in self._graphs:
             found = self._try(request, inputs, modules, layout)
+            key = self._key(inputs, layout)
+            if found is None and key[1] and self._graphs[key].graphs >= MOST_STATIC:
+                self._shared.add((inputs.structure, layout))
+                if self._key(inputs, layout) in self._graphs:
+                    found = self._try(request, inputs, modules, layout)
             if found is not None:
                 return found
         if reason is None:
@@ -211,6 +220,11 @@ class CompiledStep:
                 return self._capture(request, inputs, modules, layout)
         return self._run_eagerly(reason)
 
+    def _key(self, inputs: Inputs, layout: Any) -> tuple[Structure, bool]:
+        """Return the key of the graphs for a minibatch."""
+        structure = inputs.structure
+        return structure, self._is_within and (structure, layout) not in self._shared
+
     def _given(self, request: Request, inputs: Inputs) -> tuple[Any, ...]:
         """Return the arguments of a graph."""
         minibatch = request.minibatch.contiguous() if self.replays else request.minibatch
@@ -221,7 +235,8 @@ class CompiledStep:
     ) -> tuple[Outputs, list[Tensor]] | None:
         """Make the step by a graph whose guards hold, or return None."""
         before = attributes_of(modules) if self._is_within else []
-        graph, given = self._graphs[inputs.structure], self._given(request, inputs)
+        key, given = self._key(inputs, layout), self._given(request, inputs)
+        graph = self._graphs[key]
         try:
             with torch.no_grad():
                 number, outputs = graph(*given, may_capture=False)
@@ -229,8 +244,10 @@ class CompiledStep:
             self._has_missed = True
             return None
         self.reason, self._unused, self._has_missed = None, 0, False
-        # A graph that sets attributes which networks read is called with guards.
-        if self._is_within and are_same(before, attributes_of(modules)):
+        if self._is_within and not are_same(before, attributes_of(modules)):
+            self._is_pure = False  # all are called with guards
+            self._numbers.clear()
+        if self._is_within and self._is_pure and graph.is_static:
             self._inputs, self._numbers[layout] = inputs, number
         return outputs, inputs.parameters
 
@@ -238,22 +255,23 @@ class CompiledStep:
         self, request: Request, inputs: Inputs, modules: Mapping[str, nn.Module], layout: Any
     ) -> tuple[Outputs, list[Tensor]] | None:
         """Capture a graph on copies of the arguments if none fits them, and make the step."""
-        structure = inputs.structure
-        if structure not in self._graphs:
+        structure, is_static = key = self._key(inputs, layout)
+        if key not in self._graphs:
             if len(self._graphs) == MOST_STRUCTURES:
                 del self._graphs[next(iter(self._graphs))]
-            self._graphs[structure] = CompiledFunction(
+            self._graphs[key] = CompiledFunction(
                 graph_of(request.loss, structure),
                 self.options,
                 what=f"the training step of {type(request.loss).__name__}",
                 on_cpu=request.halted.is_cpu,
+                static=is_static,
                 budget=self._budget,
             )
         copies = copies_of(*self._given(request, inputs))
         self._unused, rests, reason = self._unused + 1, None, CHANGES
         try:
             with trial(modules, request.halted.device), torch.no_grad():
-                self._graphs[structure](*copies, may_capture=True)
+                self._graphs[key](*copies, may_capture=True)
             found = self._try(request, inputs, modules, layout)
             if found is not None or self._unused < MOST_UNUSED:
                 return found
@@ -285,7 +303,7 @@ class CompiledStep:
         """Make the step by the graph that has fitted the layout since :meth:`begin`."""
         inputs, number = self._inputs, self._numbers[layout]
         assert inputs is not None
-        graph, given = self._graphs[inputs.structure], self._given(request, inputs)
+        graph, given = self._graphs[inputs.structure, True], self._given(request, inputs)
         calls = 1 if self.replays else WORTH
         with torch.no_grad():
             form = graph.form(number, layout, given, request.loss, after=calls)

@@ -285,3 +285,42 @@ def test_threads_share_a_tensor_actor(monkeypatch: pytest.MonkeyPatch):
     sys.setswitchinterval(before)
     assert len(found) == 2_000
     assert not forms
+
+
+class Flagged(nn.Linear):
+    flag = False
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input) + 100.0 * self.flag
+
+
+@pytest.mark.parametrize("period", [1, 7])
+def test_a_flag_that_the_environment_changes_within_batches(
+    period: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Later batches, in which nothing changes, are called in the graph of their flag."""
+    monkeypatch.setattr(compiled_policy, "WORTH", 5)
+    network, steps = Flagged(3, 3), [0]
+    module = TensorDictModule(network, ["observation"], ["logits"])
+    policy = ProbabilisticActor(
+        module, ["logits"], distribution_class=OneHotCategorical, return_log_prob=True
+    )
+
+    class Flips(Wander):
+        def step(self, action: Any) -> Any:
+            steps[0] += 1
+            if steps[0] <= 60 and steps[0] % period == 0:
+                network.flag = not network.flag
+            return super().step(action)
+
+    collector = called_in_a_graph(policy, partial(Flips, actions="discrete"))
+    for flag in (False, True, False, True):
+        while steps[0] <= 60:
+            collector.rollout()
+        network.flag = flag
+        for _ in range(3):
+            batch = collector.rollout()
+            with torch.no_grad():
+                expected = network(batch["observation"])
+            torch.testing.assert_close(batch["logits"], expected)
+    collector.shutdown()

@@ -375,6 +375,70 @@ def test_a_network_that_writes_what_it_reads_is_called_with_guards(
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+class Settings:
+    count = 4
+
+
+class Bank(nn.Linear):
+    """Scales by the size of a tensor that is no buffer."""
+
+    bank = torch.ones(4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * len(self.bank)
+
+
+class Counted(nn.Linear):
+    """Scales by a whole number of the user's program."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * Settings.count
+
+
+class Remembers(nn.Linear):
+    """Scales by the size of the minibatch before."""
+
+    last = 4
+
+    def forward(self, input: Tensor) -> Tensor:
+        last, self.last = self.last, len(input)
+        return super().forward(input) * last
+
+
+@pytest.mark.parametrize("layer", [Bank, Counted, Remembers])
+def test_sizes_and_whole_numbers_that_change_between_updates(
+    layer: type[nn.Linear], monkeypatch: pytest.MonkeyPatch
+):
+    """Dynamo captures a second size for all sizes: a form without guards holds one of them."""
+    monkeypatch.setattr(compiled, "WORTH", 4)
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        network: Any = layer(3, 1, dtype=DTYPE)
+        loss = Squares(network)
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), 1e-2), compile=compile)
+        update, losses = PPOUpdate(step, minibatch_size=8, epochs=4, seed=0), []
+        for number in range(8):
+            monkeypatch.setattr(Settings, "count", 4 + number // 3)
+            network.bank = torch.ones(4 + number)
+            losses.append(update(minibatch(30, number))["loss_a"])
+        found.append(torch.tensor([*losses, *parameters_of(loss)], dtype=DTYPE))
+        assert ("eager" in repr(step)) is (compile is False)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_last_minibatches_of_many_sizes_share_a_graph():
+    captured: list[int] = []
+    options = {"backend": lambda graph, _: captured.append(1) or graph}
+    loss = Squares(nn.Linear(3, 1, dtype=DTYPE))
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), 1e-2), compile=options)
+    update = PPOUpdate(step, minibatch_size=8, epochs=1, seed=0)
+    for size in range(17, 24):  # last minibatches of 1 to 7 frames
+        update(minibatch(size, 0))
+    assert len(captured) <= 6
+    assert "compiled" in repr(step)
+
+
 FRESH = """
 import torch
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TrainingStep

@@ -56,8 +56,8 @@ class TensorActor(TensorDictModuleBase):
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")
         self.actor: Any
-        # Not a child, whose parameters would have other names: both hold the same children. They
-        # share the dictionaries: what is replaced in one of them is replaced in the other.
+        # Not a child, whose parameters would have other names. Both hold the same dictionaries: a
+        # tensor or a child that is replaced in one of them is replaced in both.
         self.__dict__["actor"] = actor
         for name, held in vars(nn.Module()).items():  # modules, parameters, buffers
             if isinstance(held, dict | set) and "hooks" not in name:

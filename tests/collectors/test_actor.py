@@ -217,10 +217,10 @@ def test_agents_whose_actions_lie_in_a_group():
 class Offset(TensorDictModuleBase):
     """An actor with a parameter, a buffer and tied layers of its own."""
 
-    in_keys, out_keys = ("observation",), ("action",)
-
     def __init__(self) -> None:
         super().__init__()
+        self.in_keys: Any = ["observation"]
+        self.out_keys: Any = ["action"]
         self.actor = self.tied = nn.Linear(4, 2)
         self.bias = nn.Parameter(torch.zeros(2))
         self.register_buffer("offset", torch.zeros(2))

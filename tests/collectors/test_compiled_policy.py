@@ -268,7 +268,8 @@ def test_threads_share_a_tensor_actor(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CompiledFunction, "form", lambda *args, **_: forms.append(args))
     actor, _ = make("categorical")
     lean, found = TensorActor(actor, compile={"backend": "eager"}), []
-    call(lean, 5), call(lean, 8)
+    for count in (5, 8):
+        call(lean, count)
 
     def act(count: int) -> None:
         with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():

@@ -28,7 +28,7 @@ MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
 FREE_TRACES = 8  # captures, of some seconds each; later ones only after so many calls:
 REST = 20_000
 MOST_LAYOUTS = 256  # whose calls are counted
-RARE = 100
+RARE = 100  # times as many calls as the first form, before a further one is captured
 OFTEN = f"code, options or shapes changed again after {FREE_TRACES} captures, which are slow"
 
 

@@ -259,6 +259,7 @@ class CompiledStep:
         if key not in self._graphs:
             if len(self._graphs) == MOST_STRUCTURES:
                 del self._graphs[next(iter(self._graphs))]
+                self._numbers.clear()  # some may be of the graphs that were dropped
             self._graphs[key] = CompiledFunction(
                 graph_of(request.loss, structure),
                 self.options,

@@ -472,7 +472,7 @@ class PPOUpdate:
                 step.note_user_code()
             statistics.add(step.train_on(minibatch, frames), minibatch, frames)
             self._move_rate(statistics, after="minibatch")
-            if step.has_unread:
+            if step.must_settle:
                 self._settle(statistics)
             if step.stopped:
                 return

@@ -298,7 +298,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return self._accumulates or self.scaler is not None or self.ranks.count > 1
 
     @property
-    def has_unread(self) -> bool:
+    def must_settle(self) -> bool:
         """Whether so many decisions of a device wait that :meth:`settle` must be called."""
         return self._unread.is_full
 

@@ -427,6 +427,23 @@ def test_sizes_and_whole_numbers_that_change_between_updates(
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
+def test_graphs_that_are_dropped_within_an_update(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "MOST_STRUCTURES", 1)
+    monkeypatch.setattr(compiled, "MOST_STATIC", 1)
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        loss = Squares(nn.Linear(3, 1, dtype=DTYPE))
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), 1e-2), compile=compile)
+        update = PPOUpdate(step, minibatch_size=8, epochs=4, seed=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # more captures than are free
+            for number in range(3):
+                update(minibatch(30, number))
+        found.append(parameters_of(loss))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
 def test_last_minibatches_of_many_sizes_share_a_graph():
     captured: list[int] = []
     options = {"backend": lambda graph, _: captured.append(1) or graph}

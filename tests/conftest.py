@@ -9,6 +9,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
 import pytest
 import torch
 from hypothesis import settings
+from torchrl.envs.utils import exploration_type
 
 # The same examples in every run, and no database of failures that would change them.
 settings.register_profile("ppokit", derandomize=True, deadline=None, max_examples=40, database=None)
@@ -23,6 +24,8 @@ collect_ignore_glob = ["benchmarks/originals/*"]  # run in virtual environments 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+    yield
+    assert exploration_type() is None, "the test has left an exploration type to later ones"
 
 
 @pytest.fixture(autouse=True)

@@ -272,17 +272,17 @@ def test_threads_share_a_tensor_actor(monkeypatch: pytest.MonkeyPatch):
         call(lean, count)
 
     def act(count: int) -> None:
-        with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
-            for _ in range(1_000):
-                found.append(lean(TensorDict({"observation": torch.ones(count, 3)}, [count])))
+        for _ in range(1_000):
+            found.append(lean(TensorDict({"observation": torch.ones(count, 3)}, [count])))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     threads = [threading.Thread(target=act, args=(count,)) for count in (5, 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with set_exploration_type(ExplorationType.RANDOM):  # of all threads
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     sys.setswitchinterval(before)
     assert len(found) == 2_000
     assert not forms

@@ -107,7 +107,7 @@ def test_minibatches_of_many_sizes(monkeypatch: pytest.MonkeyPatch):
     for size in (16, *range(2, 13), 16):
         for _ in range(4):
             step(case.minibatches[0][:size].clone())
-    assert RecordedGraph.captures == 8
+    assert RecordedGraph.captures == 4  # further sizes share a graph, which is not replayed
     assert "compiled" in step.extra_repr()
 
 

@@ -164,8 +164,9 @@ class CompiledFunction:
         if self._requests[key] == (RARE * after if self._forms and after > 1 else after):
             no_guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             own = self._options.get("options") or {}
-            # Static, too: it is captured once. With dynamic=False each call would take longer.
-            form = self._compile(dynamic=None, options={**own, **no_guards})
+            # Static, too: it is captured once. With dynamic=False each call would take longer, as
+            # with fullgraph=True, of which the guarded graph has shown that it can be had.
+            form = self._compile(dynamic=None, fullgraph=False, options={**own, **no_guards})
             modules = modules_of({str(n): root for n, root in enumerate(roots)})
             copies = copies_of(*arguments)
             with suppress(NoGraphError), trial(modules, _device_of(copies)):

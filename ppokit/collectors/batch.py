@@ -48,6 +48,7 @@ class Record:
         self.observed = [_rows(steps + 1, (num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
         self.reward = torch.empty((steps, num_envs, *reward.shape), dtype=reward.dtype)
         self.rewards = self.reward.numpy()
+        self.largest_reward = float(np.finfo(self.rewards.dtype).max)
         self.arrays = [rows.numpy() for rows in self.observed]
         self.reward_shape = tuple(reward.shape)
         self.single_array = self.arrays[0] if single else None  # for observations of one array
@@ -109,7 +110,8 @@ class Columns:
 
     def append(self, entries: Entries) -> None:
         """Add the entries of a step."""
-        self._steps.append(entries)
+        if entries:
+            self._steps.append(entries)
         if len(self._steps) == PACK:
             self._pack()
 

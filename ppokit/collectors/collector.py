@@ -78,7 +78,7 @@ class GymCollector(BaseCollector):
             ``MaskedCategorical``, one-hot for any other, and for a policy without one.
         exploration_type: how the policy draws.
         compile_policy: True, or a mapping of ``torch.compile``'s arguments, calls transform and
-            policy as one graph: networks, draw and log-probability. A seed gives other actions than
+            policy as one graph of networks and draw. A seed gives other actions than
             without a graph. If no graph can be captured, and for recurrent policies, a warning
             says why; another exploration type than ``RANDOM`` is not compiled.
         step_count: write ``("next", "step_count")`` ``[num_envs, T, 1]`` (int64), the steps of the

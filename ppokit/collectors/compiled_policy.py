@@ -1,4 +1,4 @@
-"""A policy as one graph of ``torch.compile``: networks, draw and log-probability."""
+"""A policy as one graph of ``torch.compile``: networks and draw."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def _function_of(
             function = find_tensor_policy(policy, transform, keys)
             if not isinstance(function, str):
                 transformed, written = function(entries)
-                written = function.score(written, checks=False)
+                if total:  # else the whole batch is scored at once
+                    written = function.score(written, checks=False)
             else:
                 step = TensorDict(entries, values[0].shape[:ndim], device=values[0].device)
                 transformed, written = call_on_tensordict(policy, transform, step, {})

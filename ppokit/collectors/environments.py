@@ -65,7 +65,7 @@ class SerialEnvs:
         rewards, reward_shape, row = record.rewards[time], record.reward_shape, time + 1
         array, leaf = record.single_array, record.leaves[0]
         shape, dtype = leaf.accepted[0], None if array is None else array.dtype
-        largest = float(np.finfo(rewards.dtype).max)
+        largest = record.largest_reward
         for i, env in enumerate(self._envs):
             returned = env.step(actions[i])
             if type(returned) is not tuple or len(returned) != 5 or type(returned[4]) is not dict:

@@ -42,6 +42,7 @@ class CollectorPolicy:
         self._batch_size, self._device = [num_envs], device
         self._compiled, self._policy, self._transform = compiled, None, None
         self._function: CompiledPolicy | TensorPolicy | None = compiled  # None: on a TensorDict
+        self._tensor_policy: TensorPolicy | None = None  # which scores what a graph has drawn, too
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
         self._transformed, self._written = Columns(), Columns()
         self._is_checked = False  # the shape of the action
@@ -59,10 +60,12 @@ class CollectorPolicy:
             self._is_init = ~self._flags["done"]
         self._policy, self._transform = policy, transform
         self._is_checked, self._seen = False, 0  # starts that states were set to zero for
-        self._function, is_random = self._compiled, exploration_type is ExplorationType.RANDOM
-        if self._compiled is None or not (is_random and self._compiled.begin(policy, transform)):
-            found = self._on_tensors(policy, transform, exploration_type)
-            self._function = None if isinstance(found, str) else found
+        found = self._on_tensors(policy, transform, exploration_type)
+        self._tensor_policy = None if isinstance(found, str) else found
+        self._function, compiled = self._tensor_policy, self._compiled
+        is_random = exploration_type is ExplorationType.RANDOM
+        if compiled is not None and is_random and compiled.begin(policy, transform):
+            self._function = compiled
 
     def _on_tensors(
         self, policy: Any, transform: Any, exploration_type: ExplorationType
@@ -137,9 +140,9 @@ class CollectorPolicy:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         self._begin_episodes(starts)
         transformed, written = self._transformed.take(), self._written.take()
-        if isinstance(self._function, TensorPolicy):
-            return transformed, self._function.score(written, checks=True)
-        if self._function is not None:
+        if self._function is not None and self._tensor_policy is not None:
+            return transformed, self._tensor_policy.score(written, checks=True)
+        if isinstance(self._function, CompiledPolicy):
             self._function.check(written)
         written = _scores(self._policy, written)
         action = self._actions.keys(written)

@@ -241,6 +241,8 @@ class ActionPart(NamedTuple):
 
     def decode(self, values: Tensor) -> Any:
         """Return what each environment takes, from values ``[n, ...]``."""
+        if self.is_choice and values.ndim == 1 and not self.joined:
+            return values.tolist()  # of indices
         array = self.spec.to_numpy(values, safe=False)
         if isinstance(self.space, spaces.MultiBinary | spaces.MultiDiscrete):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats

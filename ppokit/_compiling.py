@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import platform
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import FunctionType
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ppokit._calls import any_global_hook, hooks_in
 from ppokit._state import unchanged, write_count
@@ -27,6 +30,8 @@ _names, _numbers = itertools.count(), itertools.count()
 MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
 FREE_TRACES = 8  # captures, of some seconds each; later ones only after so many calls:
 REST = 20_000
+MOST_HELD = 10_000  # objects that modules hold, which a trial restores
+MOST_BYTES = 2**24  # of a tensor that it restores, if that is no buffer
 MOST_LAYOUTS = 256  # whose calls are counted
 RARE = 100  # times as many calls as the first form, before a further one is captured
 OFTEN = f"code, options or shapes changed again after {FREE_TRACES} captures, which are slow"
@@ -304,6 +309,8 @@ def have_hooks(modules: Mapping[str, nn.Module], *, ignored: nn.Module | None = 
     return False
 
 
+_LIBRARIES = {"gymnasium", "numpy", "ppokit", "tensordict", "torch", "torchrl"}
+_LIBRARIES |= sys.stdlib_module_names - {"argparse", "types"}  # which have namespaces
 _OF_ALL = {*vars(nn.Module())} - {"training"}  # tensors are looked up in each call of a graph
 
 
@@ -319,8 +326,36 @@ def attributes_of(modules: Mapping[str, nn.Module]) -> list[Any]:
 
 
 def _contents(x: Any) -> list[Any]:
-    """Return what a list or a dictionary holds; nothing for other objects."""
-    return x if isinstance(x, list) else [*x, *x.values()] if isinstance(x, dict) else []
+    """Return what a container holds; nothing for other objects."""
+    if issubclass(type(x), dict):
+        return [*x, *x.values()]
+    return [*x] if issubclass(type(x), (list, tuple, set, deque)) else []
+
+
+def _held_by(modules: Mapping[str, nn.Module]) -> list[Any]:
+    """Return what modules hold, in containers and in objects of the user's classes, too.
+
+    An object is its dictionary of attributes.
+    """
+    seen: dict[int, Any] = {}
+    todo: list[Any] = [vars(module) for module in modules.values()]
+    while todo and len(seen) < MOST_HELD:
+        x = todo.pop()
+        if id(x) not in seen:
+            seen[id(x)] = x
+            todo += _contents(x)
+            is_of_user = type(x).__module__.partition(".")[0] not in _LIBRARIES
+            if is_of_user and hasattr(x, "__dict__") and not isinstance(x, (nn.Module, type)):
+                todo.append(vars(x))
+    return [*seen.values()]
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided and not (x.is_meta or is_lazy(x))
+
+
+def _is_small(x: Any) -> bool:
+    return _is_dense(x) and x.numel() * x.element_size() <= MOST_BYTES
 
 
 def are_same(x: Sequence[Any], y: Sequence[Any]) -> bool:
@@ -331,29 +366,35 @@ def are_same(x: Sequence[Any], y: Sequence[Any]) -> bool:
 
 @contextmanager
 def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore attributes and buffers of modules, and random numbers, after trial calls."""
-    attributes = [(vars(m), {**vars(m)}) for m in modules.values()]
-    contents = [
-        (value, value.copy())
-        for _, before in attributes
-        for value in before.values()
-        if isinstance(value, list | dict)
-    ]
-    buffers = [x for m in modules.values() for x in m._buffers.values() if x is not None]
-    copies = [(x, write_count(x), x.clone()) for x in buffers]
+    """Restore what modules hold, and random numbers, after trial calls."""
+    found = _held_by(modules)
+    containers = [(x, x.copy()) for x in found if isinstance(x, (dict, list, set, deque))]
+    generators = [(x, x.get_state()) for x in found if isinstance(x, torch.Generator)]
+    own = [x for module in modules.values() for x in module._buffers.values()]
+    tensors = {id(x): x for x in [*own, *filter(_is_small, found)] if _is_dense(x)}
+    copies = [(x, write_count(x), x.detach().clone()) for x in tensors.values()]
     with capturing, unchanged(device=device):
         try:
             yield
         finally:
-            for present, before in attributes:
-                for name in present.keys() - before.keys():
-                    del present[name]
-                present.update(before)
-            for value, before in contents:
-                if not are_same(_contents(value), _contents(before)):
-                    value.clear()
-                    value.extend(before) if isinstance(value, list) else value.update(before)
+            for x, before in containers:
+                if not are_same(_contents(x), _contents(before)):
+                    _restore(x, before)
+            for generator, state in generators:
+                generator.set_state(state)
             with torch.no_grad():
-                for x, count, copy in copies:
-                    if write_count(x) != count:
+                for x, count, copy in copies:  # batch_norm does not count what it writes
+                    if write_count(x) != count or not torch.equal(x, copy):
                         x.copy_(copy)
+
+
+def _restore(x: Any, before: Any) -> None:
+    """Restore what a container held. Other threads may read the attributes of a module."""
+    if isinstance(x, dict):
+        for key in x.keys() - before.keys():
+            del x[key]
+        x.update(before)
+        if [*x] == [*before]:
+            return
+    x.clear()
+    x.update(before) if isinstance(x, (dict, set)) else x.extend(before)

@@ -15,7 +15,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from ppokit._keys import as_key, version_of, write_policy_version
 from ppokit.collectors.batch import Entries
 from ppokit.collectors.compiled_policy import CompiledPolicy
-from ppokit.collectors.tensor_policy import find_tensor_policy
+from ppokit.collectors.tensor_policy import check_written, find_tensor_policy
 
 
 class TensorActor(TensorDictModuleBase):
@@ -92,7 +92,7 @@ class TensorActor(TensorDictModuleBase):
             if found is not None:
                 written, total = found
                 if total.is_cpu and not math.isfinite(total.item()):
-                    compiled.check(written)
+                    check_written(self.actor, written)
                 return written
         function = find_tensor_policy(self.actor, None, observed)
         if isinstance(function, str):

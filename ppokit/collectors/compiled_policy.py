@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -23,9 +22,9 @@ from ppokit._compiling import (
     have_hooks,
     modules_of,
 )
-from ppokit._keys import as_key, recurrent_states
+from ppokit._keys import recurrent_states
 from ppokit.collectors.batch import IS_INIT, Entries
-from ppokit.collectors.tensor_policy import call_on_tensordict, check_numbers, find_tensor_policy
+from ppokit.collectors.tensor_policy import call_on_tensordict, find_tensor_policy
 
 WORTH = 300  # calls of a graph within batches, after which it is captured without guards
 
@@ -33,9 +32,9 @@ WORTH = 300  # calls of a graph within batches, after which it is captured witho
 class CompiledPolicy:
     """A policy and the module before it as a function of tensors, in graphs.
 
-    The first call after :meth:`begin` checks all guards. Between the calls that follow it, no code
+    The first two calls after :meth:`begin` check all guards. Between the calls that follow, no code
     of the user may run: they use the same graph, without guards once it was called so often that
-    another capture pays.
+    another capture pays. If a graph changes what graphs depend on, every call checks them.
     """
 
     def __init__(self, compile_policy: bool | Mapping[str, Any]) -> None:
@@ -69,6 +68,7 @@ class CompiledPolicy:
             self._policy, self._transform, self._failed = policy, transform, None
         self._is_first, self._rest = True, None  # what makes the rest of the batch
         self._graph: Any = None  # the number of its graph, and the layout of the observations
+        self._last, self._is_pure = None, True  # no graph has changed what graphs depend on
         reason = self._obstacle() or self._failed
         if reason is not None:
             self._warn(reason)
@@ -128,9 +128,12 @@ class CompiledPolicy:
             self._note(error)
             return None if is_first else function(*values)
         self.reason = None
-        is_pure = are_same(before, attributes_of(self._modules))
+        last, self._last = self._last, number
+        if last not in (None, number) or not are_same(before, attributes_of(self._modules)):
+            self._is_pure = False
         layout = tuple((x.shape, x.stride(), x.dtype) for x in values)
-        self._graph = (number, layout) if is_pure and compiled.is_static else None
+        fits = last == number and self._is_pure and compiled.is_static
+        self._graph = (number, layout) if fits else None
         return outputs
 
     def call_with_guards(self, observed: Entries, ndim: int) -> tuple[Entries, Tensor] | None:
@@ -143,12 +146,6 @@ class CompiledPolicy:
             return None
         self.reason = None
         return written, total
-
-    def check(self, written: Entries) -> None:
-        """Raise a ValueError where the policy's parameters are not finite, or others NaN."""
-        is_sequence = isinstance(self._policy, ProbabilisticTensorDictSequential)
-        head: Any = self._policy[-1] if is_sequence else None
-        check_numbers(written, [as_key(key) for key in getattr(head, "in_keys", ())])
 
 
 def _function_of(

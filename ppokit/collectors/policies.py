@@ -18,7 +18,12 @@ from ppokit._keys import key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Columns, Entries
 from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.spaces import Actions
-from ppokit.collectors.tensor_policy import TensorPolicy, call_on_tensordict, find_tensor_policy
+from ppokit.collectors.tensor_policy import (
+    TensorPolicy,
+    call_on_tensordict,
+    check_written,
+    find_tensor_policy,
+)
 
 _ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
 
@@ -142,8 +147,7 @@ class CollectorPolicy:
         transformed, written = self._transformed.take(), self._written.take()
         if self._function is not None and self._tensor_policy is not None:
             return transformed, self._tensor_policy.score(written, checks=True)
-        if isinstance(self._function, CompiledPolicy):
-            self._function.check(written)
+        check_written(self._policy, written)
         written = _scores(self._policy, written)
         action = self._actions.keys(written)
         public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]

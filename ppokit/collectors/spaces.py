@@ -229,6 +229,19 @@ def _shape_of(space: Any) -> Shape | None:
     return space.shape
 
 
+def check_starts(space: Any) -> None:
+    """Raise for integers that do not start at 0: torchrl's specs start there."""
+    parts = getattr(space, "spaces", ())  # of a Dict or a Tuple
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        check_starts(part)
+    start: Any = getattr(space, "start", 0)
+    if torch.as_tensor(start).any():
+        raise ValueError(
+            f"{space} starts at {start}, and torchrl's encoding starts at 0. Wrap the environment "
+            "in gymnasium.wrappers.TransformAction or TransformObservation."
+        )
+
+
 class ActionPart(NamedTuple):
     """One array of an action: torchrl's key of it, and its place in what the environments take."""
 
@@ -261,6 +274,7 @@ class Actions:
 
     def __init__(self, wrapper: GymWrapper, *, joined: bool = False) -> None:
         self._space = space = gym_env(wrapper).action_space
+        check_starts(space)
         joined, self.parts = joined and space.shape is not None, []  # a Dict or a Tuple has none
         for key, spec in wrapper.full_action_spec.items(True, True):
             path = key_parts(key) if isinstance(space, spaces.Dict) else ()

@@ -136,6 +136,12 @@ def _obstacle(policy: Any) -> str:
     return ""
 
 
+def check_written(policy: Any, written: Entries) -> None:
+    """Raise a ValueError where the policy's parameters are not finite, or other entries NaN."""
+    head: Any = policy[-1] if isinstance(policy, ProbabilisticTensorDictSequential) else None
+    check_numbers(written, [as_key(key) for key in getattr(head, "in_keys", ())])
+
+
 def check_numbers(written: Entries, parameters: Sequence[NestedKey]) -> None:
     """Raise a ValueError where a parameter is not finite, or another entry is NaN.
 

@@ -20,7 +20,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit._checks import check_device
 from ppokit._keys import as_key, key_parts
-from ppokit.collectors.spaces import MASK, OnlySpaces, wrap
+from ppokit.collectors.spaces import MASK, OnlySpaces, check_starts, wrap
 from ppokit.networks.encoders import make_encoder, orthogonal
 from ppokit.networks.heads import Head, make_head
 
@@ -235,23 +235,10 @@ def _specs(env: Any, in_keys: Sequence[NestedKey] | None) -> tuple[Any, Any]:
     if is_tuple and any(isinstance(x, spaces.Dict) or x != action[0] for x in action):
         action = spaces.Dict({f"part{i}": part for i, part in enumerate(action)})
     for space in (observation, action):
-        _check_starts(space)
+        check_starts(space)
     env = OnlySpaces(observation, action)
     actions = wrap(env, True, in_keys).full_action_spec
     # torchrl encodes observed choices as those of the action.
     kinds = {type(spec) for spec in actions.values(True, True)}
     draws_indices = bool(kinds & {Categorical, MultiCategorical})
     return wrap(env, draws_indices, in_keys).observation_spec, actions
-
-
-def _check_starts(space: Any) -> None:
-    """Raise for integers that do not start at 0: torchrl's specs start there."""
-    parts = getattr(space, "spaces", ())  # of a Dict or a Tuple
-    for part in parts.values() if isinstance(parts, dict) else parts:
-        _check_starts(part)
-    start: Any = getattr(space, "start", 0)
-    if torch.as_tensor(start).any():
-        raise ValueError(
-            f"{space} starts at {start}, and torchrl's encoding starts at 0. Wrap the environment "
-            "in gymnasium.wrappers.TransformAction or TransformObservation."
-        )

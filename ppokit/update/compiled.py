@@ -124,7 +124,7 @@ class CompiledStep:
     A call looks for a graph whose guards hold. If there is none, it tries the loss on copies, to
     find out which parameters have a gradient, and captures a graph on copies; this graph makes the
     step, or the step is made eagerly. No user code may run between :meth:`begin` and the next:
-    guards are checked once for each layout of the minibatches.
+    guards are checked twice for each layout of the minibatches.
     """
 
     def __init__(self, options: Mapping[str, Any], *, replays: bool) -> None:
@@ -161,8 +161,9 @@ class CompiledStep:
         """
         self._is_within = self._is_within if within is None else within
         self._inputs: Inputs | None = None
-        self._numbers: dict[Any, int] = {}  # of the graph that fits each layout
-        self._is_pure = True  # no graph has set attributes that networks may read
+        self._last: dict[Any, int] = {}  # number of the graph of the last call of each layout
+        self._numbers: dict[Any, int] = {}  # of the graph that has fitted twice in a row
+        self._is_pure = True  # no graph has changed what graphs depend on
         for replayed in self._replayed.values():
             replayed.is_current = False
 
@@ -244,11 +245,13 @@ class CompiledStep:
             self._has_missed = True
             return None
         self.reason, self._unused, self._has_missed = None, 0, False
-        if self._is_within and not are_same(before, attributes_of(modules)):
-            self._is_pure = False  # all are called with guards
-            self._numbers.clear()
-        if self._is_within and self._is_pure and graph.is_static:
-            self._inputs, self._numbers[layout] = inputs, number
+        if self._is_within:
+            last, self._last[layout] = self._last.get(layout), number
+            if last not in (None, number) or not are_same(before, attributes_of(modules)):
+                self._is_pure = False  # all are called with guards
+                self._numbers.clear()
+            elif last == number and self._is_pure and graph.is_static:
+                self._inputs, self._numbers[layout] = inputs, number
         return outputs, inputs.parameters
 
     def _capture(

@@ -73,7 +73,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             ``repr`` shows which. The first call runs eagerly in any case: it creates the
             optimizer's state. On several ranks, with float16 and where :class:`~ppokit.PPOUpdate`
             accumulates gradients, the graph ends with the gradients. ``"cudagraphs"``, on CUDA,
-            also launches all kernels of a step at once, from the second minibatch of a shape on.
+            also launches all kernels of a step at once, from the third minibatch of a shape on.
             The networks and options of the first are used until the next batch: call
             :meth:`reset` before you change them (:class:`~ppokit.PPOUpdate` does).
         amp_dtype: ``torch.bfloat16`` or ``torch.float16`` for a forward pass in mixed precision.

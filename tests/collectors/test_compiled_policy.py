@@ -288,6 +288,39 @@ def test_threads_share_a_tensor_actor(monkeypatch: pytest.MonkeyPatch):
     assert not forms
 
 
+class Config:
+    doubles = False
+
+
+class Alternates(nn.Linear):
+    """Doubles the output of every other call."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.config = Config()
+
+    def forward(self, input: Any) -> Any:
+        self.config.doubles = not self.config.doubles
+        return super().forward(input) * (1.0 + self.config.doubles)
+
+
+def test_an_object_that_the_policy_changes_in_each_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_policy, "WORTH", 3)
+    network = Alternates(3, 3)
+    module = TensorDictModule(network, ["observation"], ["logits"])
+    policy = ProbabilisticActor(module, ["logits"], distribution_class=OneHotCategorical)
+    collector = called_in_a_graph(policy, partial(Wander, actions="discrete"), frames_per_batch=28)
+    for _ in range(4):
+        is_doubled = not network.config.doubles
+        batch = collector.rollout()
+        factors = torch.ones_like(batch["logits"])
+        factors[:, 0 if is_doubled else 1 :: 2] = 2.0
+        with torch.no_grad():
+            expected = nn.functional.linear(batch["observation"], network.weight, network.bias)
+        torch.testing.assert_close(batch["logits"], expected * factors)
+    collector.shutdown()
+
+
 class Flagged(nn.Linear):
     flag = False
 

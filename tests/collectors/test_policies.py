@@ -263,6 +263,7 @@ BAD: list[Any] = [
     (lambda: nan_policy(3, 3, OneHotCategorical), {}, ValueError, "is nan or inf in"),
     (lambda: secretive(NAN), {}, ValueError, "'_logits' is nan or inf in"),
     (lambda: secretive(NOTHING), {}, ValueError, "'_logits' is nan or inf in"),
+    (lambda: hooked(nan_policy(3, 4, TanhNormal)), TANH, ValueError, "'loc' is nan"),
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDictBase
 from tensordict.nn import (
     ProbabilisticTensorDictSequential,
@@ -227,3 +228,18 @@ BAD: list[Any] = [
 def test_bad_actors(actions: str, make_actor: Any, options: Any, error: Any, message: str):
     with pytest.raises(error, match=message):
         collector_of(lambda: Mixed(actions), make_actor(), **options).rollout()
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Discrete(3, start=5), spaces.Dict(a=spaces.MultiDiscrete([3], start=[1]))]
+)
+def test_choices_that_do_not_start_at_0(space: spaces.Space):
+    """torchrl's specs begin at 0, and would hand other numbers to the environment."""
+
+    class Env(Wander):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = space
+
+    with pytest.raises(ValueError, match=r"starts at .*torchrl's encoding starts at 0"):
+        GymCollector(Env, None, frames_per_batch=4)

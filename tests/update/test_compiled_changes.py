@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,102 @@ class Counts(nn.Module):
         self.seen.append(self.calls)
         weight = self.weight if len(self.seen) % 2 else self.weight.detach()
         return x * weight * (1 + self.calls / 10)
+
+
+class Config:
+    flag, calls = True, 0
+
+
+class Holder(nn.Module):
+    """Scales by what each call changes in an object, containers or tensors that it holds."""
+
+    def __init__(self, scale: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.scale, self.config = scale, Config()
+        self.nested, self.queue, self.names = {"a": [[1.0]]}, deque([1.0, 2.0]), {"x"}
+        self.mean, self.draws = torch.ones(1, dtype=DTYPE), torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.ones(1, dtype=DTYPE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(self) * self.weight
+
+
+def of_flag(held: Holder) -> float:
+    held.config.flag = not held.config.flag
+    return 1.0 + held.config.flag
+
+
+def of_calls(held: Holder) -> float:
+    held.config.calls = min(held.config.calls + 1, 2)
+    return 1.0 + held.config.calls / 10
+
+
+def of_list(held: Holder) -> float:
+    held.nested["a"][0][0] = 3.0 - held.nested["a"][0][0]
+    return held.nested["a"][0][0]
+
+
+def of_queue(held: Holder) -> float:
+    held.queue.append(held.queue.popleft())
+    return held.queue[0]
+
+
+def of_set(held: Holder) -> float:
+    held.names.symmetric_difference_update({"y"})
+    return float(len(held.names))
+
+
+@torch.no_grad()
+def of_tensor(held: Holder) -> Tensor:
+    return held.mean.mul_(0.9).clone()
+
+
+@torch.no_grad()
+def of_weight(held: Holder) -> float:
+    held.weight.add_(0.1)
+    return 1.0
+
+
+def of_generator(held: Holder) -> Tensor:
+    return torch.rand(1, generator=held.draws, dtype=DTYPE)
+
+
+HELD = (of_flag, of_calls, of_list, of_queue, of_set, of_tensor, of_weight, of_generator)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize("in_update", [False, True], ids=["steps", "updates"])
+@pytest.mark.parametrize("scale", HELD, ids=lambda x: x.__name__)
+def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
+    scale: Any, in_update: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Trials are undone, and two calls in a row show whether a graph may go on without guards."""
+    monkeypatch.setattr(compiled, "WORTH", 3)
+    runs = []
+    for compile in (EAGER, False):
+        step = make_step(Holder(scale), compile)
+        update = PPOUpdate(step, minibatch_size=4, epochs=2, seed=0)
+        for number in range(5):
+            held: Any = step.loss.network[1]
+            held.config.calls = 0
+            batch = minibatch(24 if in_update else 4, number)
+            update(batch) if in_update else step(batch)
+        runs.append([*parameters_of(step.loss), held.mean])
+        if compile and scale in (of_flag, of_calls, of_list, of_queue, of_set):
+            assert step.extra_repr().endswith("compiled")
+    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+def test_running_statistics_are_those_of_eager_steps():
+    """``batch_norm`` writes them without counting it."""
+    found = []
+    for compile in (EAGER, False):
+        step = make_step(nn.BatchNorm1d(4), compile)
+        for number in range(3):
+            step(minibatch(8, number))
+        found.append([x.clone() for x in step.loss.buffers()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def flip(step: TrainingStep) -> None:

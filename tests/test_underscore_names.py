@@ -97,7 +97,7 @@ NAMESPACES = {
     "_compiling.py: numbered.__globals__": "likewise: a copy of the function",
     "_compiling.py: numbered.__closure__": "likewise",
     "_compiling.py: vars(module)": "whether modules have hooks or replaced methods",
-    "_compiling.py: vars(x)": "attributes of objects that a network holds are restored after a trial",
+    "_compiling.py: vars(x)": "attributes of objects in a network are restored after a trial",
     "_compiling.py: vars(nn.Module())": "attributes that every module has",
     "collectors/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
     "collectors/actor.py: actor.__dict__[name]": "likewise",

@@ -159,8 +159,8 @@ def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
     for compile in (EAGER, False):
         step = make_step(Holder(scale), compile)
         update = PPOUpdate(step, minibatch_size=4, epochs=2, seed=0)
+        held: Any = step.loss.network[1]
         for number in range(5):
-            held: Any = step.loss.network[1]
             held.config.calls = 0
             batch = minibatch(24 if in_update else 4, number)
             update(batch) if in_update else step(batch)

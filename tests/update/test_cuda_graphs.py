@@ -64,7 +64,7 @@ def test_replayed_steps_are_eager_steps(name: str, monkeypatch: pytest.MonkeyPat
     found = train(name, "recorded")
     assert RecordedGraph.captures == 4
     creates_state = name in ("masked", "a2c")  # of an Adam in the graph: the first step is eager
-    assert RecordedGraph.replays == 4 * 5 - creates_state
+    assert RecordedGraph.replays == 4 * 4 - creates_state
     check(found, expected)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ppokit._calls import any_global_hook, hooks_in
-from ppokit._state import unchanged, write_count
+from ppokit._state import unchanged
 
 #: held by captures, and by eager steps beside them: torch's optimizers ask whether any thread is
 #: compiling, and random numbers are restored after a trial
@@ -169,8 +169,8 @@ class CompiledFunction:
         if self._requests[key] == (RARE * after if self._forms and after > 1 else after):
             no_guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             own = self._options.get("options") or {}
-            # Static, too: it is captured once. With dynamic=False each call would take longer, as
-            # with fullgraph=True, of which the guarded graph has shown that it can be had.
+            # Static, too, since it is captured once: dynamic=False would make each call slower. So
+            # would fullgraph=True, and the guarded graph has shown that it is one graph.
             form = self._compile(dynamic=None, fullgraph=False, options={**own, **no_guards})
             modules = modules_of({str(n): root for n, root in enumerate(roots)})
             copies = copies_of(*arguments)
@@ -372,7 +372,7 @@ def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[No
     generators = [(x, x.get_state()) for x in found if isinstance(x, torch.Generator)]
     own = [x for module in modules.values() for x in module._buffers.values()]
     tensors = {id(x): x for x in [*own, *filter(_is_small, found)] if _is_dense(x)}
-    copies = [(x, write_count(x), x.detach().clone()) for x in tensors.values()]
+    copies = [(x, x.detach().clone()) for x in tensors.values()]
     with capturing, unchanged(device=device):
         try:
             yield
@@ -383,8 +383,8 @@ def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[No
             for generator, state in generators:
                 generator.set_state(state)
             with torch.no_grad():
-                for x, count, copy in copies:  # batch_norm does not count what it writes
-                    if write_count(x) != count or not torch.equal(x, copy):
+                for x, copy in copies:  # by value: batch_norm does not raise the version
+                    if not torch.equal(x, copy):
                         x.copy_(copy)
 
 

@@ -74,8 +74,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             optimizer's state. On several ranks, with float16 and where :class:`~ppokit.PPOUpdate`
             accumulates gradients, the graph ends with the gradients. ``"cudagraphs"``, on CUDA,
             also launches all kernels of a step at once, from the third minibatch of a shape on.
-            The networks and options of the first are used until the next batch: call
-            :meth:`reset` before you change them (:class:`~ppokit.PPOUpdate` does).
+            Changes of networks and options take effect in the next batch: call :meth:`reset`
+            before you make them (:class:`~ppokit.PPOUpdate` does).
         amp_dtype: ``torch.bfloat16`` or ``torch.float16`` for a forward pass in mixed precision.
             With float16 the loss is scaled; a step whose gradients overflow is skipped.
         nonfinite: what happens if a loss, the KL or a gradient is not finite: ``"raise"`` raises

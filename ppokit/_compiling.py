@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from types import FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -333,21 +333,49 @@ def _contents(x: Any) -> list[Any]:
 
 
 def _held_by(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """Return what modules hold, in containers and in objects of the user's classes, too.
+    """Return what modules and their functions can reach, in containers and user objects, too.
 
     An object is its dictionary of attributes.
     """
     seen: dict[int, Any] = {}
-    todo: list[Any] = [vars(module) for module in modules.values()]
+    todo = [x for module in modules.values() for x in (vars(module), type(module))]
     while todo and len(seen) < MOST_HELD:
         x = todo.pop()
         if id(x) not in seen:
             seen[id(x)] = x
-            todo += _contents(x)
-            is_of_user = type(x).__module__.partition(".")[0] not in _LIBRARIES
-            if is_of_user and hasattr(x, "__dict__") and not isinstance(x, (nn.Module, type)):
-                todo.append(vars(x))
+            todo += [*_contents(x), *(value for *_, value in _variables_of(x))]
+            if _is_of_user(type(x)) and not isinstance(x, nn.Module):
+                todo += [type(x), *([vars(x)] if hasattr(x, "__dict__") else [])]
     return [*seen.values()]
+
+
+def _is_of_user(x: type | FunctionType) -> bool:
+    return str(x.__module__).partition(".")[0] not in _LIBRARIES
+
+
+def _variables_of(x: Any) -> list[tuple[Any, str, Any]]:
+    """Return where a user's function or class keeps variables, with their names and values.
+
+    These are the global variables that a function names, its closure, and attributes of a class.
+    """
+    if not isinstance(x, (type, FunctionType)) or not _is_of_user(x):
+        return []
+    if isinstance(x, type):
+        own = [(kind, name, value) for kind in x.__mro__ for name, value in vars(kind).items()]
+        return [found for found in own if _is_of_user(found[0]) and not found[1].startswith("__")]
+    space, cells = x.__globals__, [cell for cell in x.__closure__ or () if cell != CellType()]
+    named = [(space, name, space[name]) for name in _names_in(x.__code__) & space.keys()]
+    return named + [(cell, "cell_contents", cell.cell_contents) for cell in cells]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def _value_of(place: Any, name: str) -> Any:
+    names = vars(place) if isinstance(place, type) else place
+    return names.get(name) if isinstance(names, Mapping) else getattr(place, name)
 
 
 def _is_dense(x: Any) -> bool:
@@ -369,6 +397,7 @@ def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[No
     """Restore what modules hold, and random numbers, after trial calls."""
     found = _held_by(modules)
     containers = [(x, x.copy()) for x in found if isinstance(x, (dict, list, set, deque))]
+    variables = [variable for x in found for variable in _variables_of(x)]
     generators = [(x, x.get_state()) for x in found if isinstance(x, torch.Generator)]
     own = [x for module in modules.values() for x in module._buffers.values()]
     tensors = {id(x): x for x in [*own, *filter(_is_small, found)] if _is_dense(x)}
@@ -380,6 +409,10 @@ def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[No
             for x, before in containers:
                 if not are_same(_contents(x), _contents(before)):
                     _restore(x, before)
+            for place, name, value in variables:
+                if _value_of(place, name) is not value:
+                    is_dict = isinstance(place, dict)
+                    place.update({name: value}) if is_dict else setattr(place, name, value)
             for generator, state in generators:
                 generator.set_state(state)
             with torch.no_grad():

@@ -97,7 +97,11 @@ class CollectorPolicy:
 
     def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
-        found = None if self._function is None else self._function(observed)
+        try:
+            found = None if self._function is None else self._function(observed)
+        except RuntimeError:
+            self._call_on_tensordict(observed, starts)  # its error names the entry
+            raise
         if found is None:
             self._function = None  # also if no graph could be captured
             found = self._call_on_tensordict(observed, starts)

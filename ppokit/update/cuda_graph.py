@@ -44,14 +44,6 @@ class ReplayedStep:
         current.wait_stream(self._stream)
         self._graph, self.is_current = graph, True
 
-    def fits(self, minibatch: TensorDictBase) -> bool:
-        """Return whether a minibatch has the entries of the first one, and their shapes."""
-        entries = dict(minibatch.items(True, True))
-        return entries.keys() == self._entries.keys() and all(
-            x.shape == self._entries[key].shape and x.dtype == self._entries[key].dtype
-            for key, x in entries.items()
-        )
-
     def __call__(self, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor) -> Any:
         """Make a step, and return a named tuple as the function that was captured does."""
         for key, x in minibatch.items(True, True):

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.distributions import Bernoulli
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal
 
@@ -232,6 +233,17 @@ def test_parameters_that_are_not_finite_raise(kind: str, value: float):
     if kind == "tanh normal":
         with pytest.raises(ValueError, match="'loc' is nan or inf"):
             call(TensorActor(policy, compile=GRAPH), 5)
+
+
+def test_an_error_within_a_graph_names_the_entries():
+    network = nn.Linear(3, 4)
+    module = TensorDictModule(network, ["observation"], ["logits"])
+    policy = ProbabilisticActor(module, ["logits"], distribution_class=Bernoulli)
+    collector = called_in_a_graph(policy, partial(Wander, actions="multi_binary"))
+    with torch.no_grad():
+        network.bias.fill_(torch.nan)
+    with pytest.raises(ValueError, match="The policy raised: .*It was given 'observation'"):
+        collector.rollout()
 
 
 # -- TensorActor -------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Counts(nn.Module):
 
 
 class Config:
-    flag, calls = True, 0
+    flag, calls, of_all = True, 0, 0
 
 
 class Holder(nn.Module):
@@ -140,11 +140,42 @@ def of_weight(held: Holder) -> float:
     return 1.0
 
 
+CALLS, QUEUE = 0, deque([1.0, 2.0])
+
+
+def of_global(held: Holder) -> float:
+    global CALLS
+    CALLS = min(CALLS + 1, 2)
+    return 1.0 + CALLS / 10
+
+
+def of_global_queue(held: Holder) -> float:
+    QUEUE.append(QUEUE.popleft())
+    return QUEUE[0]
+
+
+def closure() -> Callable[[Any], float]:
+    calls = 0
+
+    def of_closure(held: Holder) -> float:
+        nonlocal calls
+        calls = 3 - calls
+        return 1.0 + calls / 10
+
+    return of_closure
+
+
+def of_class(held: Holder) -> float:
+    Config.of_all = min(Config.of_all + 1, 2)
+    return 1.0 + Config.of_all / 10
+
+
 def of_generator(held: Holder) -> Tensor:
     return torch.rand(1, generator=held.draws, dtype=DTYPE)
 
 
-HELD = (of_flag, of_calls, of_list, of_queue, of_set, of_tensor, of_weight, of_generator)
+IN_GRAPHS = of_flag, of_calls, of_list, of_queue, of_set, of_global, of_global_queue, closure
+HELD = *IN_GRAPHS, of_class, of_tensor, of_weight, of_generator
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
@@ -157,7 +188,10 @@ def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
     monkeypatch.setattr(compiled, "WORTH", 3)
     runs = []
     for compile in (EAGER, False):
-        step = make_step(Holder(scale), compile)
+        monkeypatch.setitem(globals(), "CALLS", 0)
+        monkeypatch.setattr(Config, "of_all", 0)
+        monkeypatch.setitem(globals(), "QUEUE", deque([1.0, 2.0]))
+        step = make_step(Holder(closure() if scale is closure else scale), compile)
         update = PPOUpdate(step, minibatch_size=4, epochs=2, seed=0)
         held: Any = step.loss.network[1]
         for number in range(5):
@@ -165,7 +199,7 @@ def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
             batch = minibatch(24 if in_update else 4, number)
             update(batch) if in_update else step(batch)
         runs.append([*parameters_of(step.loss), held.mean])
-        if compile and scale in (of_flag, of_calls, of_list, of_queue, of_set):
+        if compile and scale in IN_GRAPHS:
             assert step.extra_repr().endswith("compiled")
     torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
 

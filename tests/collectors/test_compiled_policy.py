@@ -242,7 +242,7 @@ def test_an_error_within_a_graph_names_the_entries():
     collector = called_in_a_graph(policy, partial(Wander, actions="multi_binary"))
     with torch.no_grad():
         network.bias.fill_(torch.nan)
-    with pytest.raises(ValueError, match="The policy raised: .*It was given 'observation'"):
+    with pytest.raises(ValueError, match=r"The policy raised: .*It was given 'observation'"):
         collector.rollout()
 
 

@@ -50,7 +50,7 @@ class CollectorPolicy:
         self._tensor_policy: TensorPolicy | None = None  # which scores what a graph has drawn, too
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
         self._transformed, self._written = Columns(), Columns()
-        self._is_checked = False  # the shape of the action
+        self._action: list[NestedKey] = []  # keys of its parts in this batch
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None) -> Tensor:
         return torch.zeros((*self._batch_size, *shape), dtype=dtype, device=self._device)
@@ -64,7 +64,7 @@ class CollectorPolicy:
             self._tracks_init = bool(shapes) or IS_INIT in getattr(policy, "in_keys", ())
             self._is_init = ~self._flags["done"]
         self._policy, self._transform = policy, transform
-        self._is_checked, self._seen = False, 0  # starts that states were set to zero for
+        self._action, self._seen = [], 0  # starts that states were set to zero for
         found = self._on_tensors(policy, transform, exploration_type)
         self._tensor_policy = None if isinstance(found, str) else found
         self._function, compiled = self._tensor_policy, self._compiled
@@ -100,19 +100,19 @@ class CollectorPolicy:
         try:
             found = None if self._function is None else self._function(observed)
         except RuntimeError:
-            self._call_on_tensordict(observed, starts)  # its error names the entry
+            if self._function is self._compiled:  # an error of the policy itself is explained
+                self._call_on_tensordict(observed, starts)
             raise
         if found is None:
             self._function = None  # also if no graph could be captured
             found = self._call_on_tensordict(observed, starts)
         transformed, written = found[:2]
-        action = {key: written[key] for key in self._actions.keys(written)}
-        if not self._is_checked:
-            self._actions.check(action, *self._batch_size)
-            self._is_checked = True
+        if not self._action:
+            self._action = self._actions.keys(written)
+            self._actions.check({key: written[key] for key in self._action}, *self._batch_size)
         self._transformed.append(transformed)
         self._written.append(written)
-        return self._actions.decode(list(action.values()))
+        return self._actions.decode([written[key] for key in self._action])
 
     def _call_on_tensordict(
         self, observed: Entries, starts: Sequence[int]
@@ -153,7 +153,7 @@ class CollectorPolicy:
             return transformed, self._tensor_policy.score(written, checks=True)
         check_written(self._policy, written)
         written = _scores(self._policy, written)
-        action = self._actions.keys(written)
+        action = self._action
         public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}
 

@@ -251,9 +251,12 @@ class ActionPart(NamedTuple):
     spec: Any
     is_choice: bool  #: of one of several, as an index or one-hot
     joined: bool  #: whether a vector environment takes it in one array
+    are_rows: bool  #: whether each environment takes a row of the values as it is
 
     def decode(self, values: Tensor) -> Any:
         """Return what each environment takes, from values ``[n, ...]``."""
+        if self.are_rows:  # the cases below take as long as small networks
+            return list(values.detach().cpu().numpy().copy())
         if self.is_choice and values.ndim == 1 and not self.joined:
             return values.tolist()  # of indices
         array = self.spec.to_numpy(values, safe=False)
@@ -261,7 +264,7 @@ class ActionPart(NamedTuple):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.is_choice and array.ndim == 1 and not self.joined:
             return array.tolist()
-        array = array.copy()  # an environment may write to its action
+        array = array.copy()  # an environment may write to its action, here and above
         if self.joined:
             return array
         if self.space.shape == ():  # torchrl has arrays of one for numbers
@@ -279,7 +282,9 @@ class Actions:
         for key, spec in wrapper.full_action_spec.items(True, True):
             path = key_parts(key) if isinstance(space, spaces.Dict) else ()
             is_choice = type(spec) in (Categorical, OneHot)  # not of their subclasses
-            part = path, reduce(getitem, path, self._space), spec, is_choice, joined
+            of_part: Any = reduce(getitem, path, space)
+            are_rows = type(of_part) is spaces.Box and of_part.shape != () and not joined
+            part = path, of_part, spec, is_choice, joined, are_rows
             self.parts.append(ActionPart(as_key(key), *part))
 
     def keys(self, written: Collection[NestedKey]) -> list[NestedKey]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppokit._calls import call
 from ppokit._keys import as_key, get_tensor, key_parts
-from ppokit.functional import clipped_critic_loss, kl_estimate, masked_std
+from ppokit.functional import _checks, clipped_critic_loss, kl_estimate, masked_std
 from ppokit.functional._checks import check_float, check_same_shape
 from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
@@ -42,7 +42,18 @@ def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     """Return ``coefficient * term``, and 0 if the coefficient is 0 and the term infinite."""
     # A number does not promote float16, in which gradients that a GradScaler scales overflow.
     term = term.to(torch.promote_types(term.dtype, coefficient.dtype))
-    return coefficient * torch.where(coefficient == 0, 0, term)
+    if not _is_read_as_nonzero(coefficient):  # else where() would take longer than the product
+        term = torch.where(coefficient == 0, 0, term)
+    return coefficient * term
+
+
+def _is_read_as_nonzero(number: Tensor) -> bool:
+    if not _checks.reads_are_free(number.device):
+        return False
+    try:
+        return number.item() != 0
+    except RuntimeError:  # several numbers, as under torch.vmap
+        return False
 
 
 def entropy_loss(loss: Any, entropy: Any) -> Tensor:
@@ -188,8 +199,9 @@ def policy_diagnostics(
         mask = mask | empty
         log_ratio, ratio = (torch.where(empty, 0, x) for x in (log_ratio, ratio))
     clipped = log_ratio.clamp(*bounds) != log_ratio
-    bounded = log_ratio.new_zeros(())
-    if upper is not None:
+    if upper is None:
+        bounded = log_ratio.new_zeros(())
+    else:
         bounded = mean((advantage < 0) & (ratio > upper), mask, log_ratio.dtype)
     if mask is None:
         log, size = ratio.squeeze(-1), ratio.shape[0]

@@ -447,16 +447,16 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         assert numbers is not None, "add_gradients() comes before apply_gradients()"
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad.flatten().to(self.device) for p in parameters if p.grad is not None]
+        device = self.device
+        gradients = [p.grad.flatten().to(device) for p in parameters if p.grad is not None]
         # Faster than torch.nn.utils.get_total_norm for the many small parameters of PPO's networks.
-        flat = torch.cat(gradients or [torch.zeros(0, device=self.device)])
+        flat = torch.cat(gradients or [torch.zeros(0, device=device)])
         norm = torch.linalg.vector_norm(flat)
         values: Any = [*numbers, norm.square()]
-        halted: Any = self._halted[0] > 0
-        isfinite: Any = torch.isfinite
         if self._reads_at_once:
-            values = torch.stack([x.double() for x in values]).tolist()
-            halted, isfinite = False, math.isfinite
+            values, halted, isfinite = torch.stack(values).tolist(), False, math.isfinite
+        else:
+            halted, isfinite = self._halted[0] > 0, torch.isfinite
         total, *kls, square = values
         decision = decide(total, square, kls, self._limits, halted, isfinite)
         if largest is not None and not (isinstance(square, float) and square <= largest**2):

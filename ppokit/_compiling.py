@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import platform
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from types import CellType, CodeType, FunctionType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ppokit._calls import any_global_hook, hooks_in
-from ppokit._state import unchanged
 
 #: held by captures, and by eager steps beside them: torch's optimizers ask whether any thread is
 #: compiling, and random numbers are restored after a trial
@@ -30,8 +28,6 @@ _names, _numbers = itertools.count(), itertools.count()
 MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
 FREE_TRACES = 8  # captures, of some seconds each; later ones only after so many calls:
 REST = 20_000
-MOST_HELD = 10_000  # objects that modules hold, which a trial restores
-MOST_BYTES = 2**24  # of a tensor that it restores, if that is no buffer
 MOST_LAYOUTS = 256  # whose calls are counted
 RARE = 100  # times as many calls as the first form, before a further one is captured
 OFTEN = f"code, options or shapes changed again after {FREE_TRACES} captures, which are slow"
@@ -74,7 +70,9 @@ class CompiledFunction:
 
     A call with guards (:meth:`__call__`) equals the function by construction: a graph runs only if
     its guards hold. A call without guards (:meth:`form`) is faster, and right as long as only
-    graphs have run since a call with guards returned the graph's number.
+    graphs have run since a call with guards returned the graph's number. The call that captures a
+    graph is made by it, so the user's code runs as often as without a compiler. If the capture
+    fails, or the graph in its first run, tensors that it may have written are restored.
 
     Args:
         function: what to compile; its arguments are tensors, TensorDicts and lists.
@@ -85,6 +83,7 @@ class CompiledFunction:
         static: whether a graph serves sizes and whole numbers of one value only, which forms need.
             Otherwise the compiler may capture one for all sizes.
         budget: counts the captures of all functions that share it.
+        modules: those that the function calls, whose buffers it may write.
     """
 
     def __init__(
@@ -96,11 +95,13 @@ class CompiledFunction:
         on_cpu: bool,
         static: bool,
         budget: Budget,
+        modules: Collection[nn.Module] = (),
     ) -> None:
         has_wrapper = on_cpu and platform.system() == "Linux"
         if has_wrapper and not {"backend", "options"} & options.keys():
             options = {**options, "options": {"cpp_wrapper": True}}
         self._function, self._what, self._budget = function, what, budget
+        self._modules, self._arguments, self._before = modules, (), []
         self.is_static = static and not options.get("dynamic")
         self._options = {"fullgraph": True, **options}
         self._may_capture = self._is_tracing = self._is_refused = False
@@ -112,6 +113,7 @@ class CompiledFunction:
         self._guarded = self._compile(**static)
         self.graphs = 0  #: captured with guards, and kept
         self._forms: dict[Any, Any] = {}  # without guards, by number and layout
+        self._candidate: tuple[Any, Any] | None = None  # a form, captured in the last call
         self._requests: dict[Any, int] = {}  # for each of them
 
     def _compile(self, **options: Any) -> Any:
@@ -122,6 +124,8 @@ class CompiledFunction:
                 raise NoGraphError(OFTEN)
             if not self._is_tracing:
                 self._is_tracing, self._progress = True, _Progress(self._what)
+                written = [*_tensors_in(self._arguments), *_buffers_of(self._modules)]
+                self._before = [(x, x.detach().clone()) for x in written]
                 if "options" not in options:  # forms are few: each is asked for often before
                     self.graphs += 1
                     self._budget.spend()
@@ -151,17 +155,18 @@ class CompiledFunction:
         return self._call(self._guarded, arguments, may_capture=is_allowed)
 
     def form(
-        self, number: int, layout: Any, arguments: Sequence[Any], *roots: nn.Module, after: int
-    ) -> Any:
-        """Return the form without guards of a graph, for arguments of a layout, or None.
+        self, number: int, layout: Any, arguments: Sequence[Any], *, after: int
+    ) -> tuple[Any, Any]:
+        """Return the form without guards of a graph for arguments of a layout, or None.
 
-        It is captured on copies of the arguments when it was asked for so often, and a further one
-        after :data:`RARE` times as many calls, since other layouts are rare: a capture takes
-        seconds. With 1 each is captured at once. Attributes and buffers of ``roots`` are as before.
+        It is captured when it was asked for so often, and a further one after :data:`RARE` times as
+        many calls, since other layouts are rare: a capture takes seconds. With 1 each is captured
+        at once. The second result is that of the call, if it has captured the form; the form is
+        returned once :meth:`confirm` has shown that the graph still fits.
         """
-        key = number, layout
+        key, result = (number, layout), None
         if (form := self._forms.get(key)) is not None:
-            return form
+            return form, None
         if len(self._requests) == MOST_LAYOUTS:
             self._requests.clear()
             self._forms.clear()
@@ -172,30 +177,57 @@ class CompiledFunction:
             # Static, too, since it is captured once: dynamic=False would make each call slower. So
             # would fullgraph=True, and the guarded graph has shown that it is one graph.
             form = self._compile(dynamic=None, fullgraph=False, options={**own, **no_guards})
-            modules = modules_of({str(n): root for n, root in enumerate(roots)})
-            copies = copies_of(*arguments)
-            with suppress(NoGraphError), trial(modules, _device_of(copies)):
-                # Code of the user may have run since the call that returned the number.
-                present, _ = self._call(self._guarded, copies, may_capture=False)
-                self._call(form, copies, may_capture=True)
-                self._forms[present, layout] = form
-        return self._forms.get(key)
+            with suppress(NoGraphError):
+                _, result = self._call(form, arguments, may_capture=True)
+                self._candidate = key, form
+        return None, result
+
+    def confirm(self, number: int, layout: Any) -> None:
+        """Keep the form that was captured in the last call if its graph fits this one, too.
+
+        Code of the user may have run between the call that returned the number and the capture.
+        """
+        if self._candidate is not None:
+            key, form = self._candidate
+            self._candidate = None
+            if key == (number, layout):
+                self._forms[key] = form
 
     def _call(self, compiled: Any, arguments: Any, *, may_capture: bool) -> tuple[int, Any]:
         self._may_capture, self._is_tracing, self._is_refused = may_capture, False, False
+        self._arguments = arguments
         try:
             with capturing if may_capture else nullcontext():
                 return compiled(*arguments)
         except Exception as error:
             if not self._is_tracing:
                 raise
+            with torch.no_grad():
+                for x, before in self._before:  # by value: kernels may not raise the version
+                    if not torch.equal(x, before):
+                        x.copy_(before)
             no_graph = NoGraphError(OFTEN if self._is_refused else _first_line(error))
             no_graph.is_refused = self._is_refused
             raise no_graph from error
         finally:
+            self._arguments, self._before = (), []
             if self._progress is not None:
                 self._progress.stop()
                 self._progress = None
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield tensors, in lists too. TensorDicts are copied by networks that write to them."""
+    for x in arguments:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list):
+            yield from _tensors_in(x)
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
+        yield from (x for x in module.buffers() if not is_lazy(x))
 
 
 class _Progress:
@@ -222,29 +254,6 @@ def _first_line(error: Exception) -> str:
     count = 2 if lines and lines[0].endswith((":", "fake tensor call")) else 1
     said = " ".join(lines[:count]).rpartition(": got ")[2]
     return f"no graph can be captured ({type(error).__name__}: {said[:240]})"
-
-
-def copies_of(*arguments: Any) -> list[Any]:
-    """Return copies of tensors, in lists and TensorDicts too, with their strides and offsets.
-
-    A tensor that occurs twice does so among the copies: a graph depends on it.
-    """
-    made: dict[Tensor, Tensor] = {}
-
-    def copy(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            if x not in made.keys():
-                storage, empty = x.untyped_storage().clone(), x.detach().new_empty(0)
-                made[x] = empty.set_(storage, x.storage_offset(), x.shape, x.stride())
-            return made[x]
-        return x.apply(copy) if isinstance(x, TensorDictBase) else [*map(copy, x)]
-
-    return [*map(copy, arguments)]
-
-
-def _device_of(arguments: Sequence[Any]) -> torch.device:
-    tensors = (x for x in arguments if isinstance(x, Tensor))
-    return next((x.device for x in tensors), torch.device("cpu"))
 
 
 def layout_of(tensordict: TensorDictBase) -> tuple[Any, ...]:
@@ -309,8 +318,6 @@ def have_hooks(modules: Mapping[str, nn.Module], *, ignored: nn.Module | None = 
     return False
 
 
-_LIBRARIES = {"gymnasium", "numpy", "ppokit", "tensordict", "torch", "torchrl"}
-_LIBRARIES |= sys.stdlib_module_names - {"argparse", "types"}  # which have namespaces
 _OF_ALL = {*vars(nn.Module())} - {"training"}  # tensors are looked up in each call of a graph
 
 
@@ -332,102 +339,7 @@ def _contents(x: Any) -> list[Any]:
     return [*x] if issubclass(type(x), (list, tuple, set, deque)) else []
 
 
-def _held_by(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """Return what modules and their functions can reach, in containers and user objects, too.
-
-    An object is its dictionary of attributes.
-    """
-    seen: dict[int, Any] = {}
-    todo = [x for module in modules.values() for x in (vars(module), type(module))]
-    while todo and len(seen) < MOST_HELD:
-        x = todo.pop()
-        if id(x) not in seen:
-            seen[id(x)] = x
-            todo += [*_contents(x), *(value for *_, value in _variables_of(x))]
-            if _is_of_user(type(x)) and not isinstance(x, nn.Module):
-                todo += [type(x), *([vars(x)] if hasattr(x, "__dict__") else [])]
-    return [*seen.values()]
-
-
-def _is_of_user(x: type | FunctionType) -> bool:
-    return str(x.__module__).partition(".")[0] not in _LIBRARIES
-
-
-def _variables_of(x: Any) -> list[tuple[Any, str, Any]]:
-    """Return where a user's function or class keeps variables, with their names and values.
-
-    These are the global variables that a function names, its closure, and attributes of a class.
-    """
-    if not isinstance(x, (type, FunctionType)) or not _is_of_user(x):
-        return []
-    if isinstance(x, type):
-        own = [(kind, name, value) for kind in x.__mro__ for name, value in vars(kind).items()]
-        return [found for found in own if _is_of_user(found[0]) and not found[1].startswith("__")]
-    space, cells = x.__globals__, [cell for cell in x.__closure__ or () if cell != CellType()]
-    named = [(space, name, space[name]) for name in _names_in(x.__code__) & space.keys()]
-    return named + [(cell, "cell_contents", cell.cell_contents) for cell in cells]
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
-    return {*code.co_names}.union(*map(_names_in, inner))
-
-
-def _value_of(place: Any, name: str) -> Any:
-    names = vars(place) if isinstance(place, type) else place
-    return names.get(name) if isinstance(names, Mapping) else getattr(place, name)
-
-
-def _is_dense(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.layout is torch.strided and not (x.is_meta or is_lazy(x))
-
-
-def _is_small(x: Any) -> bool:
-    return _is_dense(x) and x.numel() * x.element_size() <= MOST_BYTES
-
-
 def are_same(x: Sequence[Any], y: Sequence[Any]) -> bool:
     """Return whether two lists hold the same objects, or equal shapes."""
     pairs = zip(x, y, strict=False)
     return len(x) == len(y) and all(a is b or (type(a) is torch.Size and a == b) for a, b in pairs)
-
-
-@contextmanager
-def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore what modules hold, and random numbers, after trial calls."""
-    found = _held_by(modules)
-    containers = [(x, x.copy()) for x in found if isinstance(x, (dict, list, set, deque))]
-    variables = [variable for x in found for variable in _variables_of(x)]
-    generators = [(x, x.get_state()) for x in found if isinstance(x, torch.Generator)]
-    own = [x for module in modules.values() for x in module._buffers.values()]
-    tensors = {id(x): x for x in [*own, *filter(_is_small, found)] if _is_dense(x)}
-    copies = [(x, x.detach().clone()) for x in tensors.values()]
-    with capturing, unchanged(device=device):
-        try:
-            yield
-        finally:
-            for x, before in containers:
-                if not are_same(_contents(x), _contents(before)):
-                    _restore(x, before)
-            for place, name, value in variables:
-                if _value_of(place, name) is not value:
-                    is_dict = isinstance(place, dict)
-                    place.update({name: value}) if is_dict else setattr(place, name, value)
-            for generator, state in generators:
-                generator.set_state(state)
-            with torch.no_grad():
-                for x, copy in copies:  # by value: batch_norm does not raise the version
-                    if not torch.equal(x, copy):
-                        x.copy_(copy)
-
-
-def _restore(x: Any, before: Any) -> None:
-    """Restore what a container held. Other threads may read the attributes of a module."""
-    if isinstance(x, dict):
-        for key in x.keys() - before.keys():
-            del x[key]
-        x.update(before)
-        if [*x] == [*before]:
-            return
-    x.clear()
-    x.update(before) if isinstance(x, (dict, set)) else x.extend(before)

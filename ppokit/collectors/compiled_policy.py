@@ -99,6 +99,8 @@ class CompiledPolicy:
             is_on_cpu = all(value.is_cpu for value in observed.values())
             options: Any = {"what": "the policy", "on_cpu": is_on_cpu, "budget": self._budget}
             options["static"] = not total  # TensorActor has no form without guards
+            roots = self._policy, self._transform
+            options["modules"] = [x for x in roots if isinstance(x, nn.Module)]
             self._functions[kind] = CompiledFunction(function, self._options, **options), function
         return self._functions[kind]
 
@@ -115,12 +117,12 @@ class CompiledPolicy:
         compiled, function = self._functions_for(observed, 1, total=False)
         try:
             if self._graph is not None:
-                number, layout = self._graph
-                roots = self._modules.values()
-                form = compiled.form(number, layout, values, *roots, after=WORTH)
+                form, outputs = compiled.form(*self._graph, values, after=WORTH)
                 if form is not None:
                     self._rest = lambda *values: form(*values)[1]
                     return self._rest(*values)
+                if outputs is not None:
+                    return outputs
             before = attributes_of(self._modules)
             number, outputs = compiled(*values, may_capture=True)
         except NoGraphError as error:
@@ -132,6 +134,7 @@ class CompiledPolicy:
         if last not in (None, number) or not are_same(before, attributes_of(self._modules)):
             self._is_pure = False
         layout = tuple((x.shape, x.stride(), x.dtype) for x in values)
+        compiled.confirm(number, layout)
         fits = last == number and self._is_pure and compiled.is_static
         self._graph = (number, layout) if fits else None
         return outputs

@@ -22,15 +22,14 @@ from ppokit._compiling import (
     NoGraphError,
     are_same,
     attributes_of,
-    copies_of,
     have_hooks,
     layout_of,
     modules_of,
     parameters_of,
-    trial,
 )
+from ppokit._state import unchanged
 from ppokit.distributed import alone
-from ppokit.update.checks import loss_names, total_and_kls
+from ppokit.update.checks import total_and_kls
 from ppokit.update.cuda_graph import ReplayedStep
 from ppokit.update.decision import Limits, Outcome, decide
 from ppokit.update.optimizers import STATE, Group, adam_step, groups_of
@@ -38,7 +37,7 @@ from ppokit.update.optimizers import STATE, Group, adam_step, groups_of
 MOST_STRUCTURES = 8  # that keep their graphs
 MOST_STATIC = 4  # graphs of a structure for one layout each; further layouts share one
 MOST_REPLAYS = 8  # layouts of minibatches with a CUDA graph
-MOST_UNUSED = 3  # captures in a row whose graph did not fit the next call
+MOST_IN_A_ROW = 4  # captures for one layout, none of which fitted the next call
 TRIES = 16  # while no graph may be captured and none fits, one of so many steps looks for one
 WORTH = 100  # calls of a graph within updates, after which it is captured without guards
 
@@ -110,7 +109,6 @@ class Request(NamedTuple):
     """The parts of a training step, and its minibatch."""
 
     loss: nn.Module
-    run_loss: Callable[[TensorDictBase], TensorDictBase]  #: calls the loss eagerly
     optimizer: torch.optim.Optimizer
     settings: Callable[[], Settings]
     minibatch: TensorDictBase
@@ -121,10 +119,10 @@ class Request(NamedTuple):
 class CompiledStep:
     """Makes training steps in graphs, where one fits.
 
-    A call looks for a graph whose guards hold. If there is none, it tries the loss on copies, to
-    find out which parameters have a gradient, and captures a graph on copies; this graph makes the
-    step, or the step is made eagerly. No user code may run between :meth:`begin` and the next:
-    guards are checked twice for each layout of the minibatches.
+    A call looks for a graph whose guards hold. If there is none, it traces the losses, to find out
+    which parameters have a gradient, and captures a graph, which makes the step; if that fails, the
+    step is made eagerly. So the user's code runs once a step. None may run between :meth:`begin`
+    and the next: guards are checked twice for each layout of the minibatches.
     """
 
     def __init__(self, options: Mapping[str, Any], *, replays: bool) -> None:
@@ -144,13 +142,14 @@ class CompiledStep:
 
     def _forget(self, loss: nn.Module | None = None, hooks: Any = None) -> None:
         self._loss, self._hooks = loss, hooks  # which Dynamo does not look at again
-        self._trained: frozenset[str] = frozenset()  # names of parameters, found by a trial
+        self._trained: frozenset[str] = frozenset()  # names of parameters that have a gradient
         # by structure, and whether a graph serves one layout only
         self._graphs: dict[tuple[Structure, bool], CompiledFunction] = {}
         self._shared: set[tuple[Structure, Any]] = set()  # layouts that share a graph
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
         self._replayed: dict[Any, ReplayedStep] = {}
-        self._unused, self._has_missed = 0, False
+        self._in_a_row, self._has_missed = (None, 0), False  # captures of a key and layout
+        self._doubt: str | None = None  # why the losses could not be traced; they may raise eagerly
         self.begin()
 
     def begin(self, *, within: bool | None = None) -> None:
@@ -212,7 +211,7 @@ class CompiledStep:
             if found is not None:
                 return found
         if reason is None:
-            self._trained = _trained_by(request, modules)
+            self._trained, self._doubt = _trained_by(request, modules)
             inputs = _inputs_of(request, modules, self._trained)
             if inputs is None:
                 return None
@@ -232,20 +231,31 @@ class CompiledStep:
         return minibatch, *inputs.tensors, request.numbers, request.halted
 
     def _try(
-        self, request: Request, inputs: Inputs, modules: Mapping[str, nn.Module], layout: Any
+        self,
+        request: Request,
+        inputs: Inputs,
+        modules: Mapping[str, nn.Module],
+        layout: Any,
+        *,
+        captures: bool = False,
     ) -> tuple[Outputs, list[Tensor]] | None:
-        """Make the step by a graph whose guards hold, or return None."""
+        """Make the step by a graph whose guards hold, or return None; it may be captured first."""
         before = attributes_of(modules) if self._is_within else []
         key, given = self._key(inputs, layout), self._given(request, inputs)
         graph = self._graphs[key]
         try:
             with torch.no_grad():
-                number, outputs = graph(*given, may_capture=False)
+                number, outputs = graph(*given, may_capture=captures)
         except NoGraphError:
+            if captures:
+                raise
             self._has_missed = True
             return None
-        self.reason, self._unused, self._has_missed = None, 0, False
+        self.reason, self._has_missed = None, False
+        if not captures:
+            self._in_a_row = None, 0
         if self._is_within:
+            graph.confirm(number, layout)
             last, self._last[layout] = self._last.get(layout), number
             if last not in (None, number) or not are_same(before, attributes_of(modules)):
                 self._is_pure = False  # all are called with guards
@@ -257,32 +267,38 @@ class CompiledStep:
     def _capture(
         self, request: Request, inputs: Inputs, modules: Mapping[str, nn.Module], layout: Any
     ) -> tuple[Outputs, list[Tensor]] | None:
-        """Capture a graph on copies of the arguments if none fits them, and make the step."""
+        """Make the step by a graph that is captured for it, or return None."""
         structure, is_static = key = self._key(inputs, layout)
-        if key not in self._graphs:
-            if len(self._graphs) == MOST_STRUCTURES:
-                del self._graphs[next(iter(self._graphs))]
-                self._numbers.clear()  # some may be of the graphs that were dropped
-            self._graphs[key] = CompiledFunction(
-                graph_of(request.loss, structure),
-                self.options,
-                what=f"the training step of {type(request.loss).__name__}",
-                on_cpu=request.halted.is_cpu,
-                static=is_static,
-                budget=self._budget,
-            )
-        copies = copies_of(*self._given(request, inputs))
-        self._unused, rests, reason = self._unused + 1, None, CHANGES
-        try:
-            with trial(modules, request.halted.device), torch.no_grad():
-                self._graphs[key](*copies, may_capture=True)
-            found = self._try(request, inputs, modules, layout)
-            if found is not None or self._unused < MOST_UNUSED:
-                return found
-        except NoGraphError as error:
-            rests, reason = None if error.is_refused else structure, str(error)
+        last, count = self._in_a_row
+        self._in_a_row = (key, layout), count + 1 if last == (key, layout) else 1
+        rests, reason = None, CHANGES
+        if self._in_a_row[1] <= MOST_IN_A_ROW:
+            if key not in self._graphs:
+                if len(self._graphs) == MOST_STRUCTURES:
+                    del self._graphs[next(iter(self._graphs))]
+                    self._numbers.clear()  # some may be of the graphs that were dropped
+                self._graphs[key] = CompiledFunction(
+                    graph_of(request.loss, structure),
+                    self.options,
+                    what=f"the training step of {type(request.loss).__name__}",
+                    on_cpu=request.halted.is_cpu,
+                    static=is_static,
+                    budget=self._budget,
+                    modules=[request.loss],
+                )
+            try:
+                return self._try(request, inputs, modules, layout, captures=True)
+            except NoGraphError as error:
+                rests, reason = None if error.is_refused else structure, str(error)
         self._rests[rests] = self._budget.calls + REST, reason
         return self._run_eagerly(reason)
+
+    def note_eager_losses(self) -> None:
+        """Note that the losses raise no error eagerly: so why they could not be traced counts."""
+        if self._doubt is not None:
+            self._rests[None] = self._budget.calls + REST, self._doubt
+            self._run_eagerly(self._doubt)
+            self._doubt = None
 
     def _reason_to_rest(self, structure: Structure | None) -> str | None:
         """Return why no graph may be captured now, or none of a structure; None if one may be."""
@@ -310,10 +326,11 @@ class CompiledStep:
         graph, given = self._graphs[inputs.structure, True], self._given(request, inputs)
         calls = 1 if self.replays else WORTH
         with torch.no_grad():
-            form = graph.form(number, layout, given, request.loss, after=calls)
+            form, outputs = graph.form(number, layout, given, after=calls)
             if form is not None:
                 key = number, layout
                 outputs = self._replay(form, key, given) if self.replays else form(*given)[1]
+            if outputs is not None:
                 return outputs, inputs.parameters
         found = self._try(request, inputs, {}, layout)
         return self._with_guards(request, layout) if found is None else found
@@ -340,18 +357,44 @@ def _obstacle(loss: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
     return None
 
 
-def _trained_by(request: Request, modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Return the names of the parameters that the losses have a gradient of, in a trial."""
-    parameters = parameters_of(modules)
-    with trial(modules, request.halted.device), alone():
-        try:
-            losses = request.run_loss(*copies_of(request.minibatch))
-            total: Any = sum(losses[name].sum() for name in loss_names(losses, "loss"))
-            gradients = torch.autograd.grad(total, [p for _, p in parameters], allow_unused=True)
-        except Exception:  # an eager step raises it, too
-            return frozenset()
-    pairs = zip(parameters, gradients, strict=True)
-    return frozenset(names[0] for (names, _), gradient in pairs if gradient is not None)
+def _trained_by(
+    request: Request, modules: Mapping[str, nn.Module]
+) -> tuple[frozenset[str], str | None]:
+    """Return the names of the parameters that the losses have a gradient of.
+
+    The losses are traced, and the operations run on copies of their tensors: Python code of the
+    user has no effect. If they cannot be traced, the second result is the reason.
+    """
+    names = {p: names for names, p in parameters_of(modules)}
+    structure = Structure((*names.values(),), (), (), None, request.settings())
+    holder, found, is_traced = _Holder(request.loss), list[str](), False
+
+    def total_loss(minibatch: TensorDictBase, values: list[Tensor]) -> Tensor:
+        arguments = structure, values, [], minibatch.copy(), 1.0
+        return _total_loss(holder, Signature([], [], []), *arguments)[0]
+
+    def differentiate(graph: Callable[..., tuple[Tensor]], inputs: list[Any]) -> Any:
+        nonlocal is_traced
+        tensors = {n: x for n, x in enumerate(inputs) if isinstance(x, Tensor)}
+        copies = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in tensors.items()}
+        trained = [n for n, x in tensors.items() if x in names]
+        with torch.enable_grad():
+            (total,) = graph(*[copies.get(n, x) for n, x in enumerate(inputs)])
+        given = [copies[n] for n in trained] if total.requires_grad else []
+        gradients = torch.autograd.grad(total, given, allow_unused=True) if given else ()
+        pairs = zip(trained, gradients, strict=False)
+        found.extend(names[tensors[n]][0] for n, gradient in pairs if gradient is not None)
+        is_traced = True
+        raise NoGraphError  # no graph is kept, so the call changes nothing
+
+    options: Any = {"what": "the losses", "on_cpu": True, "static": True, "budget": Budget()}
+    traced = CompiledFunction(total_loss, {"backend": differentiate}, **options)
+    try:
+        with alone(), unchanged(device=request.halted.device):
+            traced(request.minibatch, [*names], may_capture=True)
+    except NoGraphError as error:
+        return frozenset(found), None if is_traced else str(error)
+    return frozenset(), None
 
 
 def _inputs_of(

@@ -380,6 +380,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             if losses is None:
                 self.note_user_code()
                 losses = self.eager_losses(minibatch)
+                if self.graphs is not None:
+                    self.graphs.note_eager_losses()
             if not self._is_checked:
                 self.check_losses(losses, self._adaptive_key)
                 self._is_checked = True
@@ -586,8 +588,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             self.note_user_code()
 
     def _request(self, minibatch: TensorDictBase, numbers: Tensor) -> Request:
-        parts = self.loss, self.eager_losses, self.optimizer
-        return Request(*parts, self._settings, minibatch, numbers, self._halted)
+        parts = self.loss, self.optimizer, self._settings
+        return Request(*parts, minibatch, numbers, self._halted)
 
     def _settings(self) -> Settings:
         return Settings(

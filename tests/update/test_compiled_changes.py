@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +90,13 @@ class Config:
     flag, calls, of_all = True, 0, 0
 
 
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Holder(nn.Module):
     """Scales by what each call changes in an object, containers or tensors that it holds."""
 
@@ -97,6 +104,7 @@ class Holder(nn.Module):
         super().__init__()
         self.scale, self.config = scale, Config()
         self.nested, self.queue, self.names = {"a": [[1.0]]}, deque([1.0, 2.0]), {"x"}
+        self.counter, self.slots = Counter({"a": 1}), Slots()
         self.mean, self.draws = torch.ones(1, dtype=DTYPE), torch.Generator().manual_seed(0)
         self.weight = nn.Parameter(torch.ones(1, dtype=DTYPE))
 
@@ -165,6 +173,26 @@ def closure() -> Callable[[Any], float]:
     return of_closure
 
 
+def of_counter(held: Holder) -> float:
+    held.counter["a"] = 3 - held.counter["a"]
+    return 1.0 + held.counter["a"] / 10
+
+
+def of_slots(held: Holder) -> float:
+    held.slots.calls = min(held.slots.calls + 1, 2)
+    return 1.0 + held.slots.calls / 10
+
+
+def of_function(held: Holder) -> float:
+    of_function.calls = min(getattr(of_function, "calls", 0) + 1, 2)  # pyright: ignore
+    return 1.0 + of_function.calls / 10  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def of_default(held: Holder, calls: list[int] = [0]) -> float:  # noqa: B006
+    calls[0] = min(calls[0] + 1, 2)
+    return 1.0 + calls[0] / 10
+
+
 def of_class(held: Holder) -> float:
     Config.of_all = min(Config.of_all + 1, 2)
     return 1.0 + Config.of_all / 10
@@ -176,6 +204,7 @@ def of_generator(held: Holder) -> Tensor:
 
 IN_GRAPHS = of_flag, of_calls, of_list, of_queue, of_set, of_global, of_global_queue, closure
 HELD = *IN_GRAPHS, of_class, of_tensor, of_weight, of_generator
+HELD += of_counter, of_slots, of_function, of_default
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
@@ -191,6 +220,8 @@ def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
         monkeypatch.setitem(globals(), "CALLS", 0)
         monkeypatch.setattr(Config, "of_all", 0)
         monkeypatch.setitem(globals(), "QUEUE", deque([1.0, 2.0]))
+        vars(of_function).clear()
+        of_default.__defaults__[0][0] = 0
         step = make_step(Holder(closure() if scale is closure else scale), compile)
         update = PPOUpdate(step, minibatch_size=4, epochs=2, seed=0)
         held: Any = step.loss.network[1]

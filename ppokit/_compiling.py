@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FunctionType
 from typing import Any
 
@@ -26,6 +26,7 @@ capturing = threading.RLock()
 _log = logging.getLogger("ppokit.compile")
 _names, _numbers = itertools.count(), itertools.count()
 MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
+MOST_REFUSED = 200  # calls of one code object that no graph fitted: Dynamo raises at 256
 FREE_TRACES = 8  # captures, of some seconds each; later ones only after so many calls:
 REST = 20_000
 MOST_LAYOUTS = 256  # whose calls are counted
@@ -112,6 +113,7 @@ class CompiledFunction:
         static = {"dynamic": False} if self.is_static else {}
         self._guarded = self._compile(**static)
         self.graphs = 0  #: captured with guards, and kept
+        self._refused = 0  # calls that no graph fitted
         self._forms: dict[Any, Any] = {}  # without guards, by number and layout
         self._candidate: tuple[Any, Any] | None = None  # a form, captured in the last call
         self._requests: dict[Any, int] = {}  # for each of them
@@ -121,6 +123,7 @@ class CompiledFunction:
         def begin_trace() -> int:  # runs while a graph is captured, and never in a graph
             if not self._may_capture:
                 self._is_refused = self._is_tracing = True
+                self._refused += 1
                 raise NoGraphError(OFTEN)
             if not self._is_tracing:
                 self._is_tracing, self._progress = True, _Progress(self._what)
@@ -149,9 +152,11 @@ class CompiledFunction:
             NoGraphError: no graph fits, and it may not or could not be captured. An error of a
                 graph that has run before passes unchanged.
         """
-        if may_capture and self.graphs >= MOST_GRAPHS:
-            self._renew()
         is_allowed = may_capture and self._budget.is_left
+        if self._refused >= MOST_REFUSED and not is_allowed:
+            raise NoGraphError(OFTEN)
+        if is_allowed and (self.graphs >= MOST_GRAPHS or self._refused >= MOST_REFUSED):
+            self._renew()
         return self._call(self._guarded, arguments, may_capture=is_allowed)
 
     def form(
@@ -197,7 +202,7 @@ class CompiledFunction:
         self._may_capture, self._is_tracing, self._is_refused = may_capture, False, False
         self._arguments = arguments
         try:
-            with capturing if may_capture else nullcontext():
+            with _capturing() if may_capture else nullcontext():
                 return compiled(*arguments)
         except Exception as error:
             if not self._is_tracing:
@@ -214,6 +219,14 @@ class CompiledFunction:
             if self._progress is not None:
                 self._progress.stop()
                 self._progress = None
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    # A trace of torch.func that fails leaves hooks of saved tensors disabled. This restores them.
+    said = "a graph has no hooks of saved tensors, such as those of torch.utils.checkpoint"
+    with capturing, torch.autograd.graph.disable_saved_tensors_hooks(said):
+        yield
 
 
 def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
@@ -322,11 +335,13 @@ _OF_ALL = {*vars(nn.Module())} - {"training"}  # tensors are looked up in each c
 
 
 def attributes_of(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """Return attributes of modules, what lists and dicts hold, and the shapes of buffers."""
+    """Return attributes of modules, what lists and dicts hold, children and facts of tensors."""
     found = []
     for module in modules.values():
         own = vars(module)
         found += [x.shape for x in module._buffers.values() if x is not None]
+        found += [x.requires_grad for x in module._parameters.values() if x is not None]
+        found += module._modules.values()
         for name in own.keys() - _OF_ALL:
             found += own[name], *_contents(own[name])
     return found

@@ -282,7 +282,7 @@ class Actions:
         for key, spec in wrapper.full_action_spec.items(True, True):
             path = key_parts(key) if isinstance(space, spaces.Dict) else ()
             is_choice = type(spec) in (Categorical, OneHot)  # not of their subclasses
-            of_part: Any = reduce(getitem, path, space)
+            of_part: Any = reduce(getitem, path, self._space)
             are_rows = type(of_part) is spaces.Box and of_part.shape != () and not joined
             part = path, of_part, spec, is_choice, joined, are_rows
             self.parts.append(ActionPart(as_key(key), *part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ CHANGES = "Python code within the networks changes in each call, and a graph wou
 class Settings(NamedTuple):
     """The options of a step that are constants of a graph."""
 
+    device_type: str
     amp_dtype: torch.dtype | None
     kl_key: NestedKey
     needs_kl: bool  #: a stopper reads it
@@ -162,6 +163,7 @@ class CompiledStep:
         self._inputs: Inputs | None = None
         self._last: dict[Any, int] = {}  # number of the graph of the last call of each layout
         self._numbers: dict[Any, int] = {}  # of the graph that has fitted twice in a row
+        self._seen: set[int] = set()  # numbers of the graphs that have run
         self._is_pure = True  # no graph has changed what graphs depend on
         for replayed in self._replayed.values():
             replayed.is_current = False
@@ -211,13 +213,14 @@ class CompiledStep:
             if found is not None:
                 return found
         if reason is None:
-            self._trained, self._doubt = _trained_by(request, modules)
+            gradients, self._doubt = _gradients_of(request, modules)
+            self._trained = frozenset(gradients)
             inputs = _inputs_of(request, modules, self._trained)
-            if inputs is None:
+            if self._doubt is not None or inputs is None:
                 return None
             reason = self._reason_to_rest(inputs.structure)
             if reason is None:
-                return self._capture(request, inputs, modules, layout)
+                return self._capture(request, inputs, modules, layout, gradients)
         return self._run_eagerly(reason)
 
     def _key(self, inputs: Inputs, layout: Any) -> tuple[Structure, bool]:
@@ -256,6 +259,9 @@ class CompiledStep:
             self._in_a_row = None, 0
         if self._is_within:
             graph.confirm(number, layout)
+            if number not in self._seen:  # it may change what the other graphs depend on
+                self._seen.add(number)
+                self._numbers.clear()
             last, self._last[layout] = self._last.get(layout), number
             if last not in (None, number) or not are_same(before, attributes_of(modules)):
                 self._is_pure = False  # all are called with guards
@@ -265,14 +271,21 @@ class CompiledStep:
         return outputs, inputs.parameters
 
     def _capture(
-        self, request: Request, inputs: Inputs, modules: Mapping[str, nn.Module], layout: Any
+        self,
+        request: Request,
+        inputs: Inputs,
+        modules: Mapping[str, nn.Module],
+        layout: Any,
+        gradients: Mapping[str, Tensor],
     ) -> tuple[Outputs, list[Tensor]] | None:
         """Make the step by a graph that is captured for it, or return None."""
         structure, is_static = key = self._key(inputs, layout)
         last, count = self._in_a_row
         self._in_a_row = (key, layout), count + 1 if last == (key, layout) else 1
         rests, reason = None, CHANGES
-        if self._in_a_row[1] <= MOST_IN_A_ROW:
+        if difference := _difference(request, inputs, gradients):
+            rests, reason = structure, difference
+        elif self._in_a_row[1] <= MOST_IN_A_ROW:
             if key not in self._graphs:
                 if len(self._graphs) == MOST_STRUCTURES:
                     del self._graphs[next(iter(self._graphs))]
@@ -357,44 +370,103 @@ def _obstacle(loss: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
     return None
 
 
-def _trained_by(
-    request: Request, modules: Mapping[str, nn.Module]
-) -> tuple[frozenset[str], str | None]:
-    """Return the names of the parameters that the losses have a gradient of.
+def _trace(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    use: Callable[[list[Any], list[Any], Sequence[Tensor]], None],
+    device: torch.device,
+) -> str | None:
+    """Trace a function, and use tensors of its graph, their copies and the results of these.
 
-    The losses are traced, and the operations run on copies of their tensors: Python code of the
-    user has no effect. If they cannot be traced, the second result is the reason.
+    No graph is kept, and the call is not made: Python code of the user has no effect.
+
+    Returns:
+        Why the function cannot be traced, or None.
     """
-    names = {p: names for names, p in parameters_of(modules)}
-    structure = Structure((*names.values(),), (), (), None, request.settings())
-    holder, found, is_traced = _Holder(request.loss), list[str](), False
+    is_traced = False
 
-    def total_loss(minibatch: TensorDictBase, values: list[Tensor]) -> Tensor:
-        arguments = structure, values, [], minibatch.copy(), 1.0
-        return _total_loss(holder, Signature([], [], []), *arguments)[0]
-
-    def differentiate(graph: Callable[..., tuple[Tensor]], inputs: list[Any]) -> Any:
+    def backend(graph: Callable[..., Sequence[Tensor]], inputs: list[Any]) -> Any:
         nonlocal is_traced
-        tensors = {n: x for n, x in enumerate(inputs) if isinstance(x, Tensor)}
-        copies = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in tensors.items()}
-        trained = [n for n, x in tensors.items() if x in names]
+        copies = [
+            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+            for x in inputs
+        ]
         with torch.enable_grad():
-            (total,) = graph(*[copies.get(n, x) for n, x in enumerate(inputs)])
-        given = [copies[n] for n in trained] if total.requires_grad else []
-        gradients = torch.autograd.grad(total, given, allow_unused=True) if given else ()
-        pairs = zip(trained, gradients, strict=False)
-        found.extend(names[tensors[n]][0] for n, gradient in pairs if gradient is not None)
+            use(inputs, copies, graph(*copies))
         is_traced = True
-        raise NoGraphError  # no graph is kept, so the call changes nothing
+        raise NoGraphError
 
     options: Any = {"what": "the losses", "on_cpu": True, "static": True, "budget": Budget()}
-    traced = CompiledFunction(total_loss, {"backend": differentiate}, **options)
+    traced = CompiledFunction(function, {"backend": backend}, **options)
     try:
-        with alone(), unchanged(device=request.halted.device):
-            traced(request.minibatch, [*names], may_capture=True)
+        with alone(), unchanged(device=device):
+            traced(*arguments, may_capture=True)
     except NoGraphError as error:
-        return frozenset(found), None if is_traced else str(error)
-    return frozenset(), None
+        return None if is_traced else str(error)
+    return None
+
+
+def _gradients_of(
+    request: Request, modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, Tensor], str | None]:
+    """Return autograd's gradients by the names of parameters, or why no graph can be captured."""
+    names, found = {p: names[0] for names, p in parameters_of(modules)}, dict[Tensor, Tensor]()
+    holder, settings = _Holder(request.loss), request.settings()
+
+    def total_loss(minibatch: TensorDictBase) -> Tensor:
+        return _total_loss(lambda: holder(minibatch.copy()), settings, Signature([], [], []))[0]
+
+    def differentiate(inputs: list[Any], copies: list[Any], outputs: Sequence[Tensor]) -> None:
+        places = [n for n, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+        given = [copies[n] for n in places] if outputs[0].requires_grad else []
+        gradients = torch.autograd.grad(outputs[0], given, allow_unused=True) if given else ()
+        pairs = zip(places, gradients, strict=False)
+        found.update((inputs[n], gradient) for n, gradient in pairs if gradient is not None)
+
+    reason = _trace(total_loss, [request.minibatch], differentiate, request.halted.device)
+    held = {p for group in request.optimizer.param_groups for p in group["params"]}
+    if any(x in held and x not in names for x in found):
+        reason = "the optimizer trains a tensor that is no parameter of a module of the loss"
+    return {names[x]: gradient for x, gradient in found.items() if x in names}, reason
+
+
+def _difference(request: Request, inputs: Inputs, gradients: Mapping[str, Tensor]) -> str | None:
+    """Return why the gradients of a graph would not be autograd's, or None.
+
+    A graph has other tensors in place of the parameters, under the names of these.
+    """
+    holder, structure, found = _Holder(request.loss), inputs.structure, list[Tensor]()
+    are_reached = False  # parameters themselves, beside the tensors in their place
+
+    def graph_gradients(
+        minibatch: TensorDictBase, values: list[Tensor], fixed: list[Tensor]
+    ) -> list[Tensor]:
+        function = _differentiated(holder, Signature([], [], []), structure, fixed, minibatch, 1.0)
+        return function(values)[0]
+
+    def keep(inputs: list[Any], copies: list[Any], outputs: Sequence[Tensor]) -> None:
+        nonlocal are_reached
+        are_reached = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        found.extend(outputs)
+
+    arguments = request.minibatch, *inputs.tensors[:2]
+    if reason := _trace(graph_gradients, arguments, keep, request.halted.device):
+        return reason
+    expected = [gradients[names[0]].double() for names in structure.names]
+    size = torch.stack([x.norm() for x in expected]).norm()
+    largest = min(torch.finfo(x.dtype).eps for x in gradients.values()) ** 0.6
+    if structure.settings.amp_dtype is not None:
+        largest = 0.1
+    are_far = [
+        (x - y.double().view_as(x)).norm() > largest * (x.norm() + size / 10)
+        for x, y in zip(expected, found, strict=True)
+    ]
+    if are_reached or (size.isfinite() and any(are_far)):
+        return (
+            "the loss reaches a parameter in other ways than by its name in a module, or asks for "
+            "its class or requires_grad, and a graph has another tensor in its place"
+        )
+    return None
 
 
 def _inputs_of(
@@ -460,13 +532,7 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         structure, signature = constants(), Signature([], [], [])
         settings = structure.settings
         scale = numbers[0].float() if settings.returns_gradients else 1.0
-        # As an argument of torch.func the minibatch would go through tensordict's pytree functions.
-        # They change a global that the graph depends on: the next call would capture it again.
-        batch = minibatch.copy()
-        function = grad_and_value(
-            lambda values: _total_loss(holder, signature, structure, values, fixed, batch, scale),
-            has_aux=True,
-        )
+        function = _differentiated(holder, signature, structure, fixed, minibatch, scale)
         gradients, (total, (row, kls, others)) = function(values)
         if settings.returns_gradients:
             return Outputs(signature, row, others, total, total, [g / scale for g in gradients])
@@ -486,48 +552,39 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
     return training_step
 
 
-def _total_loss(
+def _differentiated(
     holder: _Holder,
     signature: Signature,
     structure: Structure,
-    values: list[Tensor],
     fixed: list[Tensor],
     minibatch: TensorDictBase,
     scale: Any,
+) -> Callable[..., Any]:
+    """Return the function of the parameters that returns gradients, and :func:`_total_loss`."""
+    # As an argument of torch.func the minibatch would go through tensordict's pytree functions.
+    # They change a global that the graph depends on: the next call would capture it again.
+    batch = minibatch.copy()
+
+    def total_loss(values: list[Tensor]) -> Any:
+        values = [x.view(()) if n in structure.scalars else x for n, x in enumerate(values)]
+        given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
+        swapped = {name: x for x, names in given for name in names}
+        run = lambda: functional_call(holder, swapped, (batch,), tie_weights=False)  # noqa: E731
+        total, aux = _total_loss(run, structure.settings, signature)
+        return total * scale, aux
+
+    return grad_and_value(total_loss, has_aux=True)
+
+
+def _total_loss(
+    run_loss: Callable[[], TensorDictBase], settings: Settings, signature: Signature
 ) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Return the scaled sum of the losses of these parameters, and what :func:`_collect` does."""
-    values = [x.view(()) if n in structure.scalars else x for n, x in enumerate(values)]
-    given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
-    swapped = {name: x for x, names in given for name in names}
+    """Return the sum of the losses, and the row, the KLs and the other outputs of a loss."""
     context: Any = nullcontext()
-    settings = structure.settings
     if settings.amp_dtype is not None:
-        context = torch.autocast(values[0].device.type, settings.amp_dtype)
+        context = torch.autocast(settings.device_type, settings.amp_dtype)
     with context:
-        outputs = functional_call(holder, swapped, (minibatch,), tie_weights=False)
-    total, aux = _collect(outputs, settings, signature)
-    return total * scale, aux
-
-
-class WithGradients(torch.autograd.Function):
-    """A number whose gradients are known."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the number; its gradients are those given, one for each parameter."""
-        ctx.gradients = gradients
-        return number.clone()
-
-    @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients times a weight."""
-        return None, None, *(weight * gradient for gradient in ctx.gradients)
-
-
-def _collect(
-    outputs: TensorDictBase, settings: Settings, signature: Signature
-) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Return the sum of the losses; and the row, the KLs and the other outputs of a loss."""
+        outputs = run_loss()
     keys, kinds, other_keys = signature
     total, kls = total_and_kls(outputs, settings.kl_key, needs_kl=settings.needs_kl)
     row, others = [], []
@@ -544,3 +601,18 @@ def _collect(
     stacked = torch.stack(row)
     kinds[:] = [None if kind == (0, stacked.dtype) else kind for kind in kinds]
     return total, (stacked, kls, others)
+
+
+class WithGradients(torch.autograd.Function):
+    """A number whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the number; its gradients are those given, one for each parameter."""
+        ctx.gradients = gradients
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients times a weight."""
+        return None, None, *(weight * gradient for gradient in ctx.gradients)

@@ -593,6 +593,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def _settings(self) -> Settings:
         return Settings(
+            device_type=self.device.type,
             amp_dtype=self.amp_dtype,
             kl_key=self._kl_key,
             needs_kl=self._needs_kl,

@@ -84,7 +84,7 @@ class CompiledFunction:
         static: whether a graph serves sizes and whole numbers of one value only, which forms need.
             Otherwise the compiler may capture one for all sizes.
         budget: counts the captures of all functions that share it.
-        modules: those that the function calls, whose buffers it may write.
+        modules: what the function calls; it may write to their buffers.
     """
 
     def __init__(

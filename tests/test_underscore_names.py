@@ -97,7 +97,6 @@ NAMESPACES = {
     "_compiling.py: numbered.__globals__": "likewise: a copy of the function",
     "_compiling.py: numbered.__closure__": "likewise",
     "_compiling.py: vars(module)": "whether modules have hooks or replaced methods",
-    "_compiling.py: vars(x)": "attributes of objects in a network are restored after a trial",
     "_compiling.py: vars(nn.Module())": "attributes that every module has",
     "collectors/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
     "collectors/actor.py: actor.__dict__[name]": "likewise",
@@ -222,7 +221,7 @@ def uses_in(source: str) -> dict[str, set[str]]:
     """Return the reads of namespaces, composed names and texts of messages of a module."""
     tree = ast.parse(source)
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    errors = {x.name for x in ast.walk(tree) if isinstance(x, ast.ExceptHandler)}
+    errors = {x.name for x in ast.walk(tree) if isinstance(x, ast.ExceptHandler)} - {None}
     for x in ast.walk(tree):
         if isinstance(x, ast.arg) and x.annotation is not None:
             errors |= {x.arg} if re.search(r"Error|Exception", ast.unparse(x.annotation)) else set()

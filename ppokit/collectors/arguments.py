@@ -94,20 +94,24 @@ def check_keys(
     policy: Any, transform: Any, observed: Collection[NestedKey], counts: Iterable[str]
 ) -> None:
     """Raise where policy or transform read a name that nothing writes, or two write one entry."""
-    for name, module in (("observation_transform", transform), ("policy", policy)):
-        is_right = hasattr(module, "out_keys") if module is transform else callable(module)
-        if not (is_right or module is None):
+    for name, module, is_right in (
+        ("observation_transform", transform, transform is None or hasattr(transform, "out_keys")),
+        ("policy", policy, callable(policy)),
+    ):
+        if not is_right:
             raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
     check_own_states(policy)
     states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
     own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]
     there = [*observed, *map(as_key, made)]
     reserved = {*FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts}
+    reserved |= {"raw_reward", "shifted_valid", "steps_to_next_obs"}  # blocks read these
     for key in there:
         is_reserved = key_parts(key)[0] in reserved
         if is_reserved or key in own:
+            who = "collector or a block" if is_reserved else "policy"
             raise ValueError(
-                f"The {'collector' if is_reserved else 'policy'} writes {key!r}, which would "
+                f"The {who} writes {key!r}, which would "
                 "replace the observation of that name in the batch. Rename the observation with a "
                 "gymnasium wrapper, or the policy's entry by its out_keys; a module that changes "
                 "observations for the policy belongs in observation_transform."

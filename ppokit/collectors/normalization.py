@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._calls import leaves
-from ppokit._checks import positive
+from ppokit._checks import Checked, positive
 from ppokit._keys import MASK_KEY, as_key, check_tensordict, get_tensor, valid_mask
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import gather_over_ranks, raise_together, resolve_group
@@ -214,7 +215,7 @@ class Standardize(nn.Module):
     """Subtracts a running mean and divides by a running standard deviation."""
 
     clip = positive(optional=True)
-    epsilon = positive()
+    epsilon = Checked(lambda x: 0 < x < math.inf, "be positive and finite")
     count: Tensor
     mean: Tensor
     m2: Tensor
@@ -258,7 +259,16 @@ class Standardize(nn.Module):
             merged = merge_moments(*merged, *own)
         for buffer, value in zip((self.count, self.mean, self.m2), merged, strict=True):
             buffer.copy_(value)
+        self._update_rate()
+
+    @torch.no_grad()
+    def _update_rate(self) -> None:
         self.rate.copy_((self.variance() + self.epsilon).rsqrt())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "epsilon" and "rate" in self._buffers and self.count.any():
+            self._update_rate()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Standardize:
         return apply_without_cast(self, super()._apply, fn, recurse)

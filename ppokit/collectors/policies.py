@@ -110,6 +110,8 @@ class CollectorPolicy:
         if not self._action:
             self._action = self._actions.keys(written)
             self._actions.check({key: written[key] for key in self._action}, *self._batch_size)
+            if self._function is not None and self._tensor_policy is not None:
+                self._tensor_policy.check_shapes(written)
         self._transformed.append(transformed)
         self._written.append(written)
         return self._actions.decode([written[key] for key in self._action])

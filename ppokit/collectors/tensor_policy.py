@@ -53,6 +53,16 @@ class TensorPolicy(NamedTuple):
         written[self.action] = distribution.encode(action)
         return {key: values[key] for key in self.transformed}, written
 
+    def check_shapes(self, written: Entries) -> None:
+        """Raise a ValueError where a parameter lacks the batch dimensions of the first."""
+        first, *others = [(key, written[key].shape) for key in self.parameters]
+        for key, shape in others:
+            if len(shape) != len(first[1]):
+                raise ValueError(
+                    f"The policy's {key!r} has shape {[*shape]}, and {first[0]!r} has "
+                    f"{[*first[1]]}: expand it over the batch, as scale.expand_as(loc) does."
+                )
+
     def score(self, written: Entries, *, checks: bool) -> Entries:
         """Return what the policy writes, in a step or a batch; raise if parameters are not finite.
 

@@ -146,7 +146,7 @@ class CompiledStep:
         self._trained: frozenset[str] = frozenset()  # names of parameters that have a gradient
         # by structure, and whether a graph serves one layout only
         self._graphs: dict[tuple[Structure, bool], CompiledFunction] = {}
-        self._shared: set[tuple[Structure, Any]] = set()  # layouts that share a graph
+        self._own: set[tuple[Structure, Any]] = set()  # layouts with a graph of their own
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
         self._replayed: dict[Any, ReplayedStep] = {}
         self._in_a_row, self._has_missed = (None, 0), False  # captures of a key and layout
@@ -207,7 +207,7 @@ class CompiledStep:
             found = self._try(request, inputs, modules, layout)
             key = self._key(inputs, layout)
             if found is None and key[1] and self._graphs[key].graphs >= MOST_STATIC:
-                self._shared.add((inputs.structure, layout))
+                self._own.discard((inputs.structure, layout))
                 if self._key(inputs, layout) in self._graphs:
                     found = self._try(request, inputs, modules, layout)
             if found is not None:
@@ -226,7 +226,9 @@ class CompiledStep:
     def _key(self, inputs: Inputs, layout: Any) -> tuple[Structure, bool]:
         """Return the key of the graphs for a minibatch."""
         structure = inputs.structure
-        return structure, self._is_within and (structure, layout) not in self._shared
+        graph = self._graphs.get((structure, True))
+        is_full = graph is not None and graph.graphs >= MOST_STATIC
+        return structure, self._is_within and not (is_full and (structure, layout) not in self._own)
 
     def _given(self, request: Request, inputs: Inputs) -> tuple[Any, ...]:
         """Return the arguments of a graph."""
@@ -258,6 +260,8 @@ class CompiledStep:
         if not captures:
             self._in_a_row = None, 0
         if self._is_within:
+            if key[1]:
+                self._own.add((inputs.structure, layout))
             graph.confirm(number, layout)
             if number not in self._seen:  # it may change what the other graphs depend on
                 self._seen.add(number)

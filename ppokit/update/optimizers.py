@@ -55,6 +55,7 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
         any(hooks)
         or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
         or not (step is None or is_plain)
+        or not type(optimizer).step.__module__.startswith("torch.optim.")  # replaced in the class
     )
 
 

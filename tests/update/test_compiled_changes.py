@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 from torchrl.modules import ValueOperator
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, TrainingStep
@@ -233,6 +234,115 @@ def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
         if compile and scale in IN_GRAPHS:
             assert step.extra_repr().endswith("compiled")
     torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+
+
+class Reaches(nn.Module):
+    """Scales by a weight, and by what it gets of it in another way than by its name."""
+
+    def __init__(self, other: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.full((4,), 1.1)), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.weight * self.other(self)
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore
+        return 2 * gradient if ctx.needs_input_grad[0] else None
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda layer: layer.__dict__.setdefault("alias", layer.weight),
+    "a tensor": lambda layer: layer.__dict__.setdefault("own", torch.ones(1, requires_grad=True)),
+    "requires_grad": lambda layer: 1.0 + layer.weight.requires_grad,
+    "its class": lambda layer: 1.0 + isinstance(layer.weight, nn.Parameter),
+    "needs_input_grad": lambda layer: Doubles.apply(layer.weight),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_the_loss_reaches_in_other_ways(way: str):
+    """A graph has other tensors in their place, so it would lose a part of the gradient."""
+    runs = []
+    for compile in (EAGER, False):
+        step = make_step(Reaches(WAYS[way]), compile)
+        if way in ("an attribute", "a tensor"):  # set before a trace looks at them
+            found = WAYS[way](step.loss.network[1])
+            if way == "a tensor":
+                step.optimizer.add_param_group({"params": [found]})
+        for number in range(4):
+            step(minibatch(8, number))
+        held = [p for group in step.optimizer.param_groups for p in group["params"]]
+        runs.append([p.detach().clone() for p in held])
+    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+
+
+def checkpointed(layer: Any) -> Tensor:
+    return checkpoint(torch.tanh, layer.weight, use_reentrant=False)  # pyright: ignore
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+def test_checkpoints_of_activations_work_beside_a_failed_capture():
+    step = make_step(Reaches(checkpointed), EAGER)
+    for number in range(3):
+        step(minibatch(8, number))
+    assert "hooks of saved tensors" in step.extra_repr()
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(torch.exp, x, use_reentrant=False).sum().backward()  # pyright: ignore
+    assert x.grad is not None
+
+
+class FlipsInTheLast(nn.Module):
+    """Flips a flag of an object, or swaps its layers, in minibatches of two frames."""
+
+    def __init__(self, swaps: bool) -> None:
+        super().__init__()
+        self.config, self.swaps = Config(), swaps
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 2 and self.swaps:
+            self.a, self.b = self.b, self.a
+        elif len(x) == 2:
+            self.config.flag = not self.config.flag
+        return self.a(x) * (1.0 + self.config.flag)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_minibatch_may_change_what_the_others_depend_on(
+    swaps: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiled, "WORTH", 3)
+    runs = []
+    for compile in (EAGER, False):
+        torch.manual_seed(1)
+        step = make_step(FlipsInTheLast(swaps), compile)
+        update = PPOUpdate(step, minibatch_size=4, epochs=4, seed=0)
+        for number in range(4):
+            update(minibatch(18, number))
+        runs.append([p.detach().clone() for p in step.loss.parameters()])
+    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+def test_hundreds_of_calls_that_no_graph_fits(monkeypatch: pytest.MonkeyPatch):
+    """Dynamo raises after 256 of them."""
+    monkeypatch.setattr(compiled, "TRIES", 1)
+    step, twin = (make_step(Counts(), compile) for compile in (EAGER, False))
+    for number in range(300):
+        step(minibatch(4, number))
+        twin(minibatch(4, number))
+    found, expected = (list(x.loss.parameters()) for x in (step, twin))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")

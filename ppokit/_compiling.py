@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +25,7 @@ from ppokit._calls import any_global_hook, hooks_in
 capturing = threading.RLock()
 _log = logging.getLogger("ppokit.compile")
 _names, _numbers = itertools.count(), itertools.count()
+_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
 MOST_REFUSED = 200  # calls of one code object that no graph fitted: Dynamo raises at 256
 FREE_TRACES = 8  # captures, of some seconds each; later ones only after so many calls:
@@ -166,8 +167,8 @@ class CompiledFunction:
 
         It is captured when it was asked for so often, and a further one after :data:`RARE` times as
         many calls, since other layouts are rare: a capture takes seconds. With 1 each is captured
-        at once. The second result is that of the call, if it has captured the form; the form is
-        returned once :meth:`confirm` has shown that the graph still fits.
+        at once. The call that captures it is made by it, and the second result is what it returned.
+        The form is returned once :meth:`confirm` has shown that the graph still fits.
         """
         key, result = (number, layout), None
         if (form := self._forms.get(key)) is not None:
@@ -201,12 +202,16 @@ class CompiledFunction:
     def _call(self, compiled: Any, arguments: Any, *, may_capture: bool) -> tuple[int, Any]:
         self._may_capture, self._is_tracing, self._is_refused = may_capture, False, False
         self._arguments = arguments
+        message = _hooks._saved_tensors_hooks_get_disabled_error_message
+        are_enabled = may_capture and not message()
         try:
-            with _capturing() if may_capture else nullcontext():
+            with capturing if may_capture else nullcontext():
                 return compiled(*arguments)
         except Exception as error:
             if not self._is_tracing:
                 raise
+            if are_enabled:  # a trace of torch.func that fails leaves them disabled
+                _hooks._saved_tensors_hooks_enable()
             with torch.no_grad():
                 for x, before in self._before:  # by value: kernels may not raise the version
                     if not torch.equal(x, before):
@@ -219,14 +224,6 @@ class CompiledFunction:
             if self._progress is not None:
                 self._progress.stop()
                 self._progress = None
-
-
-@contextmanager
-def _capturing() -> Iterator[None]:
-    # A trace of torch.func that fails leaves hooks of saved tensors disabled. This restores them.
-    said = "a graph has no hooks of saved tensors, such as those of torch.utils.checkpoint"
-    with capturing, torch.autograd.graph.disable_saved_tensors_hooks(said):
-        yield
 
 
 def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:

@@ -95,7 +95,7 @@ RANGES: list[tuple[Callable[..., Any], str, Any, list[Any]]] = [
     (make_loss, "loss_critic_type", "l2", ["huber"]),
     (make_loss, "samples_mc_entropy", 4, [0, -1, 0.5]),
     (lambda **o: ObservationNormalizer(2, **o), "clip", 5.0, [0.0, -1.0, NAN]),
-    (lambda **o: ObservationNormalizer(2, **o), "epsilon", 1e-3, [0.0, -1.0, NAN]),
+    (lambda **o: ObservationNormalizer(2, **o), "epsilon", 1e-3, [0.0, -1.0, NAN, INF]),
 ]
 
 

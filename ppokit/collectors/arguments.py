@@ -104,15 +104,21 @@ def check_keys(
     states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
     own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]
     there = [*observed, *map(as_key, made)]
-    reserved = {*FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts}
-    reserved |= {"raw_reward", "shifted_valid", "steps_to_next_obs"}  # blocks read these
+    names = *FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts
+    reserved = dict.fromkeys(names, "collector")
+    reserved |= {"raw_reward": "reward normalizer", "shifted_valid": "GAE of the update"}
+    reserved["steps_to_next_obs"] = "MultiStepTransform of torchrl"  # which GAE reads
+    if taken := [key for key in own if key_parts(key)[0] == "collector"]:
+        raise ValueError(
+            f"The policy writes {taken[0]!r}, over the collector's entries: rename it, or the part "
+            "of a Dict action, with a gymnasium wrapper."
+        )
     for key in there:
-        is_reserved = key_parts(key)[0] in reserved
-        if is_reserved or key in own:
-            who = "collector or a block" if is_reserved else "policy"
+        who = reserved.get(key_parts(key)[0], "policy")
+        if who != "policy" or key in own:
             raise ValueError(
-                f"The {who} writes {key!r}, which would "
-                "replace the observation of that name in the batch. Rename the observation with a "
+                f"The {who} writes {key!r}, which would replace the observation of "
+                "that name in the batch, or be taken for it. Rename the observation with a "
                 "gymnasium wrapper, or the policy's entry by its out_keys; a module that changes "
                 "observations for the policy belongs in observation_transform."
             )

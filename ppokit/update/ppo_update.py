@@ -205,7 +205,8 @@ class PPOUpdate:
     def _warn_of_gammas(self) -> None:
         """Warn where the reward normalizer scales by the returns of another discount."""
         blocks: Any = self.advantage, self.reward_normalizer
-        gammas = [float(x.gamma) for x in blocks if hasattr(x, "gamma")]
+        found = [torch.as_tensor(x.gamma) for x in blocks if hasattr(x, "gamma")]
+        gammas = [float(x) for x in found if x.numel() == 1]  # else of each agent
         if len(gammas) == 2 and not math.isclose(*gammas, rel_tol=1e-6):  # torchrl's is float32
             warnings.warn(
                 f"gamma is {gammas[0]:g} in the advantage module and {gammas[1]:g} in the reward "
@@ -334,6 +335,12 @@ class PPOUpdate:
         if self.batcher is not getattr(self.minibatches, "batcher", None):
             raise ValueError("The batcher of the update was replaced: build another PPOUpdate.")
         check_time_is_last(batch, who="PPOUpdate")
+        dim = getattr(self.advantage, "time_dim", None)
+        if dim is not None and dim % batch.ndim != batch.ndim - 1:
+            raise ValueError(
+                f"The advantage module has time_dim={dim}, and PPOUpdate takes the last dimension "
+                f"of a batch, here of shape {list(batch.shape)}, for time: leave time_dim out."
+            )
         key = self.step.mask_key
         if not (frames := count_frames(batch, key)):
             raise ValueError(

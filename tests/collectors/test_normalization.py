@@ -56,6 +56,15 @@ def test_a_batch_is_normalized_by_the_statistics_before_it():
     torch.testing.assert_close(norm.variance, x.var(0, correction=0))
 
 
+def test_an_epsilon_that_is_set_holds_at_once():
+    norm = ObservationNormalizer(1, clip=None)
+    norm.update(TensorDict({"observation": torch.tensor([[0.0], [2.0]])}, [2]))
+    norm.freeze()
+    norm.epsilon = 3.0  # the variance is 1
+    found = norm(TensorDict({"observation": torch.tensor([[3.0]])}, [1]))["observation"]
+    assert found.item() == pytest.approx((3.0 - 1.0) / 2.0)
+
+
 def test_freeze_and_copies():
     norm = ObservationNormalizer(4)
     policy, options = make_policy(4, 2, OneHotCategorical), {"observation_transform": norm}

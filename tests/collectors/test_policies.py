@@ -253,6 +253,7 @@ INDEX: Any = {"categorical_action_encoding": False}
 SHAPE = r"'action' has shape \[2, 4\].*must be \[2, 3\]"
 BAD: list[Any] = [
     (lambda: nn.Linear(3, 3), {}, TypeError, "Linear cannot be called on a TensorDict"),
+    (lambda: None, {}, TypeError, "policy must be a TensorDictModule, got NoneType"),
     (lambda: Writes(value=torch.ones(2, 1)), {}, KeyError, r"wrote no 'action', but \['value'\]"),
     (lambda: make_policy(3, 4, OneHotCategorical), {}, ValueError, SHAPE),
     (lambda: hooked(make_policy(3, 4, OneHotCategorical)), {}, ValueError, SHAPE),
@@ -280,6 +281,25 @@ class Wild(Wander):
         result = super().step(action)
         action.fill(0.0)
         return result
+
+
+class OwnScale(nn.Module):
+    """A network with a scale that is not expanded over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loc, self.scale = nn.Linear(3, 1), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.loc(x), self.scale
+
+
+def test_a_scale_without_a_batch_dimension_raises():
+    module = TensorDictModule(OwnScale(), ["observation"], ["loc", "scale"])
+    options: Any = {"distribution_class": IndependentNormal, "return_log_prob": True}
+    policy = ProbabilisticActor(module, in_keys=["loc", "scale"], **options)
+    with pytest.raises(ValueError, match=r"'scale' has shape \[1\], and 'loc' has \[1, 1\]"):
+        collector_of(lambda: GymEnv("Pendulum-v1"), policy, num_envs=1).rollout()
 
 
 def test_an_environment_may_write_to_its_action():

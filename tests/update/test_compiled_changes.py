@@ -222,7 +222,7 @@ def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
         monkeypatch.setattr(Config, "of_all", 0)
         monkeypatch.setitem(globals(), "QUEUE", deque([1.0, 2.0]))
         vars(of_function).clear()
-        of_default.__defaults__[0][0] = 0
+        of_default.__defaults__ = ([0],)
         step = make_step(Holder(closure() if scale is closure else scale), compile)
         update = PPOUpdate(step, minibatch_size=4, epochs=2, seed=0)
         held: Any = step.loss.network[1]
@@ -293,7 +293,7 @@ def test_checkpoints_of_activations_work_beside_a_failed_capture():
     step = make_step(Reaches(checkpointed), EAGER)
     for number in range(3):
         step(minibatch(8, number))
-    assert "hooks of saved tensors" in step.extra_repr()
+    assert "saved tensor hooks" in step.extra_repr()
     x = torch.ones(2, requires_grad=True)
     checkpoint(torch.exp, x, use_reentrant=False).sum().backward()  # pyright: ignore
     assert x.grad is not None

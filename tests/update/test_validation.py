@@ -625,3 +625,18 @@ def test_a_part_of_the_action_that_gae_would_overwrite_raises(name: str):
         return
     with pytest.raises(ValueError, match=f"loss read '{name}', and the advantage"):
         PPOUpdate(step, advantage=gae)
+
+
+def test_a_time_dimension_that_is_not_the_last_raises():
+    loss = make_loss()
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=loss.critic_network, time_dim=0)
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    with pytest.raises(ValueError, match=r"has time_dim=0, .* here of shape \[2, 6\]"):
+        PPOUpdate(step, advantage=gae)(make_batch())
+
+
+def test_a_discount_for_each_agent_is_no_number_to_compare():
+    loss = make_loss()
+    gae = GAE(gamma=torch.full((2, 1), 0.9), lmbda=0.95, value_network=loss.critic_network)
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    PPOUpdate(step, advantage=gae, reward_normalizer=RewardNormalizer(0.99))

@@ -203,13 +203,13 @@ class CompiledStep:
         reason = self._reason_to_rest(None if inputs is None else inputs.structure)
         # A look for a graph takes as long as some steps where it finds none.
         is_tried = reason is None or not self._has_missed or self._budget.calls % TRIES == 0
-        if is_tried and inputs is not None and self._key(inputs, layout) in self._graphs:
-            found = self._try(request, inputs, modules, layout)
-            key = self._key(inputs, layout)
+        if is_tried and inputs is not None and (key := self._key(inputs, layout)) in self._graphs:
+            found = self._try(request, inputs, key, modules, layout)
             if found is None and key[1] and self._graphs[key].graphs >= MOST_STATIC:
                 self._own.discard((inputs.structure, layout))
-                if self._key(inputs, layout) in self._graphs:
-                    found = self._try(request, inputs, modules, layout)
+                key = self._key(inputs, layout)
+                if key in self._graphs:
+                    found = self._try(request, inputs, key, modules, layout)
             if found is not None:
                 return found
         if reason is None:
@@ -239,6 +239,7 @@ class CompiledStep:
         self,
         request: Request,
         inputs: Inputs,
+        key: tuple[Structure, bool],
         modules: Mapping[str, nn.Module],
         layout: Any,
         *,
@@ -246,8 +247,7 @@ class CompiledStep:
     ) -> tuple[Outputs, list[Tensor]] | None:
         """Make the step by a graph whose guards hold, or return None; it may be captured first."""
         before = attributes_of(modules) if self._is_within else []
-        key, given = self._key(inputs, layout), self._given(request, inputs)
-        graph = self._graphs[key]
+        graph, given = self._graphs[key], self._given(request, inputs)
         try:
             with torch.no_grad():
                 number, outputs = graph(*given, may_capture=captures)
@@ -304,7 +304,7 @@ class CompiledStep:
                     modules=[request.loss],
                 )
             try:
-                return self._try(request, inputs, modules, layout, captures=True)
+                return self._try(request, inputs, key, modules, layout, captures=True)
             except NoGraphError as error:
                 rests, reason = None if error.is_refused else structure, str(error)
         self._rests[rests] = self._budget.calls + REST, reason
@@ -349,7 +349,7 @@ class CompiledStep:
                 outputs = self._replay(form, key, given) if self.replays else form(*given)[1]
             if outputs is not None:
                 return outputs, inputs.parameters
-        found = self._try(request, inputs, {}, layout)
+        found = self._try(request, inputs, (inputs.structure, True), {}, layout)
         return self._with_guards(request, layout) if found is None else found
 
     def _replay(self, form: Any, key: Any, given: Any) -> Outputs:

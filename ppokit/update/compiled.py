@@ -173,7 +173,7 @@ class CompiledStep:
 
         An error of a graph that has run before is raised.
         """
-        self._budget.calls += 1
+        self._budget.calls, self._doubt = self._budget.calls + 1, None
         if not torch.is_grad_enabled():
             return None  # an eager step raises
         layout = layout_of(request.minibatch) if self._is_within else ()
@@ -594,7 +594,7 @@ def _total_loss(
     row, others = [], []
     for key, value in outputs.items(True, True):
         value = value.detach()
-        if value.numel() == 1:
+        if value.numel() == 1 and not value.is_complex():  # they go through float64
             keys.append(key)
             kinds.append((value.ndim, value.dtype))
             number = value.reshape(())

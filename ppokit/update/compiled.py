@@ -465,7 +465,8 @@ def _difference(request: Request, inputs: Inputs, gradients: Mapping[str, Tensor
         (x - y.double().view_as(x)).norm() > largest * (x.norm() + size / 10)
         for x, y in zip(expected, found, strict=True)
     ]
-    if are_reached or (size.isfinite() and any(are_far)):
+    is_far = torch.stack(are_far).any() & size.isfinite()
+    if are_reached or bool(is_far):
         return (
             "the loss reaches a parameter in other ways than by its name in a module, or asks for "
             "its class or requires_grad, and a graph has another tensor in its place"

@@ -170,9 +170,10 @@ def test_on_a_device_no_number_is_read_before_the_end(
     case = make_case(name, compile=compiled)
     found = case.run(watched)
     case.step.settle()
-    # The first step of an optimizer reads whether its state begins.
-    assert [read for read in reads if not read[1].endswith("optimizers.py")] == []
-    assert len(reads) <= 1
+    # The first step of an optimizer reads whether its state begins, and a capture its gradients.
+    allowed = "optimizers.py", "compiled.py"
+    assert [read for read in reads if not read[1].endswith(allowed)] == []
+    assert len(reads) <= (3 if compiled else 1)
     stepped = [[bool(x["stepped"]) for x in each["outputs"]] for each in (found, expected)]
     assert stepped[0] == stepped[1]
     for own, of_cpu in zip(case.step.loss.parameters(), expected["parameters"], strict=True):

@@ -206,11 +206,14 @@ def of_generator(held: Holder) -> Tensor:
 IN_GRAPHS = of_flag, of_calls, of_list, of_queue, of_set, of_global, of_global_queue, closure
 HELD = *IN_GRAPHS, of_class, of_tensor, of_weight, of_generator
 HELD += of_counter, of_slots, of_function, of_default
+FAST = of_flag, of_global, of_slots, of_tensor
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
 @pytest.mark.parametrize("in_update", [False, True], ids=["steps", "updates"])
-@pytest.mark.parametrize("scale", HELD, ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "scale", [x if x in FAST else slow(x) for x in HELD], ids=lambda x: x.__name__
+)
 def test_what_a_forward_pass_changes_in_objects_that_modules_hold(
     scale: Any, in_update: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -316,7 +319,7 @@ class FlipsInTheLast(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
-@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("swaps", [False, slow(True)])
 def test_a_minibatch_may_change_what_the_others_depend_on(
     swaps: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -699,6 +702,7 @@ def test_sizes_and_whole_numbers_that_change_between_updates(
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_dropped_within_an_update(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "MOST_STRUCTURES", 1)
     monkeypatch.setattr(compiled, "MOST_STATIC", 1)

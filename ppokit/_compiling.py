@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ppokit._calls import any_global_hook, hooks_in
 
 #: held by captures, and by eager steps beside them: torch's optimizers ask whether any thread is
-#: compiling, and random numbers are restored after a trial
+#: compiling, and random numbers are restored after a trace
 capturing = threading.RLock()
 _log = logging.getLogger("ppokit.compile")
 _names, _numbers = itertools.count(), itertools.count()

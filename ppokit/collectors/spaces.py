@@ -255,7 +255,7 @@ class ActionPart(NamedTuple):
 
     def decode(self, values: Tensor) -> Any:
         """Return what each environment takes, from values ``[n, ...]``."""
-        if self.are_rows:  # the cases below take as long as small networks
+        if self.are_rows:  # copies, because an environment may write to its action
             return list(values.detach().cpu().numpy().copy())
         if self.is_choice and values.ndim == 1 and not self.joined:
             return values.tolist()  # of indices
@@ -264,7 +264,7 @@ class ActionPart(NamedTuple):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.is_choice and array.ndim == 1 and not self.joined:
             return array.tolist()
-        array = array.copy()  # an environment may write to its action, here and above
+        array = array.copy()
         if self.joined:
             return array
         if self.space.shape == ():  # torchrl has arrays of one for numbers

@@ -311,7 +311,7 @@ class CompiledStep:
         return self._run_eagerly(reason)
 
     def note_eager_losses(self) -> None:
-        """Note that the losses raise no error eagerly: so why they could not be traced counts."""
+        """Capture nothing for a while if losses that run eagerly could not be traced."""
         if self._doubt is not None:
             self._rests[None] = self._budget.calls + REST, self._doubt
             self._run_eagerly(self._doubt)

@@ -251,7 +251,7 @@ class _Progress:
         pause = 1.0
         while not self._is_done.wait(pause):
             seconds = round(time.monotonic() - self._started)
-            said = "later processes find it in the compiler's cache"
+            said = "later processes find generated code in the compiler's cache"
             _log.info("compiling %s: %d s so far (%s)", self._what, seconds, said)
             pause = 15.0
 

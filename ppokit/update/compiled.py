@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value
 
 from ppokit._calls import hooks_in
 from ppokit._compiling import (
@@ -27,12 +23,10 @@ from ppokit._compiling import (
     modules_of,
     parameters_of,
 )
-from ppokit._state import unchanged
-from ppokit.distributed import alone
-from ppokit.update.checks import total_and_kls
 from ppokit.update.cuda_graph import ReplayedStep
-from ppokit.update.decision import Limits, Outcome, decide
-from ppokit.update.optimizers import STATE, Group, adam_step, groups_of
+from ppokit.update.graph import Outputs, Settings, Structure, graph_of
+from ppokit.update.optimizers import STATE, groups_of
+from ppokit.update.traces import autograd_gradients, difference
 
 MOST_STRUCTURES = 8  # that keep their graphs
 MOST_STATIC = 4  # graphs of a structure for one layout each; further layouts share one
@@ -44,66 +38,12 @@ WORTH = 100  # calls of a graph within updates, after which it is captured witho
 CHANGES = "Python code within the networks changes in each call, and a graph would not"
 
 
-class Settings(NamedTuple):
-    """The options of a step that are constants of a graph."""
-
-    device_type: str
-    amp_dtype: torch.dtype | None
-    kl_key: NestedKey
-    needs_kl: bool  #: a stopper reads it
-    clips: bool
-    nonfinite: str | None
-    returns_gradients: bool  #: and neither clips nor steps
-
-
-class Structure(NamedTuple):
-    """The constants of a graph; another structure needs another graph."""
-
-    names: tuple[tuple[str, ...], ...]  #: places of each trained parameter in the loss
-    fixed: tuple[tuple[str, ...], ...]  #: places of parameters that have no gradient
-    scalars: tuple[int, ...]  #: positions of trained parameters without dimensions
-    groups: tuple[Group, ...] | None  #: of an Adam in the graph; None if the optimizer is outside
-    settings: Settings
-
-
 class Inputs(NamedTuple):
     """Structure and tensors of a graph, as they are in this call."""
 
     structure: Structure
     parameters: list[Tensor]  #: that are trained
     tensors: tuple[list[Tensor], list[Tensor], list[list[Tensor]]]  #: trained, fixed, state
-
-
-class Signature(NamedTuple):
-    """The keys of a graph's outputs, constants of it."""
-
-    keys: list[NestedKey]  #: of the row
-    kinds: list[tuple[int, torch.dtype] | None]  #: dimensions and dtype; None: as in the row
-    other_keys: list[NestedKey]
-
-
-class Outputs(NamedTuple):
-    """The outputs of a graph."""
-
-    signature: Signature
-    row: Tensor  #: the loss's outputs with one number each ``[K]``
-    others: list[Tensor]  #: and those with more
-    norm: Tensor  #: of all gradients together, before clipping; NaN without a step
-    flags: Tensor  #: of the decision; unused with ``returns_gradients``
-    gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
-
-    def outcome(self) -> Outcome:
-        """Return the outcome of the step, without its decision."""
-        keys, kinds, other_keys = self.signature
-        outcome = Outcome(None, (keys, kinds, self.row), self.norm)
-        if other_keys:
-            others = dict(zip(other_keys, self.others, strict=True))
-            outcome.losses = outcome.as_tensordict().update(others)
-        return outcome
-
-    def losses(self) -> TensorDictBase:
-        """Return what the loss returned, without gradient."""
-        return self.outcome().as_tensordict()
 
 
 class Request(NamedTuple):
@@ -213,7 +153,13 @@ class CompiledStep:
             if found is not None:
                 return found
         if reason is None:
-            gradients, self._doubt = _gradients_of(request, modules)
+            gradients, self._doubt = autograd_gradients(
+                request.loss,
+                request.settings(),
+                request.minibatch,
+                parameters_of(modules),
+                [p for group in request.optimizer.param_groups for p in group["params"]],
+            )
             self._trained = frozenset(gradients)
             inputs = _inputs_of(request, modules, self._trained)
             if self._doubt is not None or inputs is None:
@@ -287,8 +233,9 @@ class CompiledStep:
         last, count = self._in_a_row
         self._in_a_row = (key, layout), count + 1 if last == (key, layout) else 1
         rests, reason = None, CHANGES
-        if difference := _difference(request, inputs, gradients):
-            rests, reason = structure, difference
+        given = structure, request.minibatch, *inputs.tensors[:2], gradients
+        if differs := difference(request.loss, *given):
+            rests, reason = structure, differs
         elif self._in_a_row[1] <= MOST_IN_A_ROW:
             if key not in self._graphs:
                 if len(self._graphs) == MOST_STRUCTURES:
@@ -374,106 +321,6 @@ def _obstacle(loss: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
     return None
 
 
-def _trace(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    use: Callable[[list[Any], list[Any], Sequence[Tensor]], None],
-    device: torch.device,
-) -> str | None:
-    """Trace a function, and use tensors of its graph, their copies and the results of these.
-
-    No graph is kept, and the call is not made: Python code of the user has no effect.
-
-    Returns:
-        Why the function cannot be traced, or None.
-    """
-    is_traced = False
-
-    def backend(graph: Callable[..., Sequence[Tensor]], inputs: list[Any]) -> Any:
-        nonlocal is_traced
-        copies = [
-            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-            for x in inputs
-        ]
-        with torch.enable_grad():
-            use(inputs, copies, graph(*copies))
-        is_traced = True
-        raise NoGraphError
-
-    options: Any = {"what": "the losses", "on_cpu": True, "static": True, "budget": Budget()}
-    traced = CompiledFunction(function, {"backend": backend}, **options)
-    try:
-        with alone(), unchanged(device=device):
-            traced(*arguments, may_capture=True)
-    except NoGraphError as error:
-        return None if is_traced else str(error)
-    return None
-
-
-def _gradients_of(
-    request: Request, modules: Mapping[str, nn.Module]
-) -> tuple[dict[str, Tensor], str | None]:
-    """Return autograd's gradients by the names of parameters, or why no graph can be captured."""
-    names, found = {p: names[0] for names, p in parameters_of(modules)}, dict[Tensor, Tensor]()
-    holder, settings = _Holder(request.loss), request.settings()
-
-    def total_loss(minibatch: TensorDictBase) -> Tensor:
-        return _total_loss(lambda: holder(minibatch.copy()), settings, Signature([], [], []))[0]
-
-    def differentiate(inputs: list[Any], copies: list[Any], outputs: Sequence[Tensor]) -> None:
-        places = [n for n, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
-        given = [copies[n] for n in places] if outputs[0].requires_grad else []
-        gradients = torch.autograd.grad(outputs[0], given, allow_unused=True) if given else ()
-        pairs = zip(places, gradients, strict=False)
-        found.update((inputs[n], gradient) for n, gradient in pairs if gradient is not None)
-
-    reason = _trace(total_loss, [request.minibatch], differentiate, request.halted.device)
-    held = {p for group in request.optimizer.param_groups for p in group["params"]}
-    if any(x in held and x not in names for x in found):
-        reason = "the optimizer trains a tensor that is no parameter of a module of the loss"
-    return {names[x]: gradient for x, gradient in found.items() if x in names}, reason
-
-
-def _difference(request: Request, inputs: Inputs, gradients: Mapping[str, Tensor]) -> str | None:
-    """Return why the gradients of a graph would not be autograd's, or None.
-
-    A graph has other tensors in place of the parameters, under the names of these.
-    """
-    holder, structure, found = _Holder(request.loss), inputs.structure, list[Tensor]()
-    are_reached = False  # parameters themselves, beside the tensors in their place
-
-    def graph_gradients(
-        minibatch: TensorDictBase, values: list[Tensor], fixed: list[Tensor]
-    ) -> list[Tensor]:
-        function = _differentiated(holder, Signature([], [], []), structure, fixed, minibatch, 1.0)
-        return function(values)[0]
-
-    def keep(inputs: list[Any], copies: list[Any], outputs: Sequence[Tensor]) -> None:
-        nonlocal are_reached
-        are_reached = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        found.extend(outputs)
-
-    arguments = request.minibatch, *inputs.tensors[:2]
-    if reason := _trace(graph_gradients, arguments, keep, request.halted.device):
-        return reason
-    expected = [gradients[names[0]].double() for names in structure.names]
-    size = torch.stack([x.norm() for x in expected]).norm()
-    largest = min(torch.finfo(x.dtype).eps for x in gradients.values()) ** 0.6
-    if structure.settings.amp_dtype is not None:
-        largest = 0.1
-    are_far = [
-        (x - y.double().view_as(x)).norm() > largest * (x.norm() + size / 10)
-        for x, y in zip(expected, found, strict=True)
-    ]
-    is_far = torch.stack(are_far).any() & size.isfinite()
-    if are_reached or bool(is_far):
-        return (
-            "the loss reaches a parameter in other ways than by its name in a module, or asks for "
-            "its class or requires_grad, and a graph has another tensor in its place"
-        )
-    return None
-
-
 def _inputs_of(
     request: Request, modules: Mapping[str, nn.Module], trained: frozenset[str]
 ) -> Inputs | None:
@@ -503,121 +350,3 @@ def _inputs_of(
     state = [[x[kind] if x[kind].ndim else x[kind].view(1) for x in states] for kind in STATE]
     tensors = values, [p.detach() for _, p in others], state if states else []
     return Inputs(structure, parameters, tensors)
-
-
-# -- the graph -----------------------------------------------------------------------
-
-
-class _Holder(nn.Module):
-    # functional_call of torchrl's own loss modules fails under Dynamo.
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, minibatch: TensorDictBase) -> TensorDictBase:
-        return self.loss(minibatch)
-
-
-def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
-    """Return the function to capture."""
-    holder = _Holder(loss)
-
-    @torch.compiler.assume_constant_result
-    def constants() -> Structure:  # without guards, which each call would check
-        return structure
-
-    def training_step(
-        minibatch: TensorDictBase,
-        values: list[Tensor],
-        fixed: list[Tensor],
-        state: list[list[Tensor]],
-        numbers: Tensor,
-        halted: Tensor,
-    ) -> Outputs:
-        structure, signature = constants(), Signature([], [], [])
-        settings = structure.settings
-        scale = numbers[0].float() if settings.returns_gradients else 1.0
-        function = _differentiated(holder, signature, structure, fixed, minibatch, scale)
-        gradients, (total, (row, kls, others)) = function(values)
-        if settings.returns_gradients:
-            return Outputs(signature, row, others, total, total, [g / scale for g in gradients])
-        largest, limit, is_due, *rates = numbers.unbind()
-        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-        limits = Limits(limit, is_due > 0, settings.nonfinite)
-        decision = decide(total, norm.square(), kls, limits, halted[0] > 0)
-        if settings.clips:
-            factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))
-            gradients = [g * factor.to(g.dtype) for g in gradients]
-        if structure.groups is not None:
-            adam_step(structure.groups, values, gradients, state, rates, decision.stepped)
-            gradients = []
-        norm = torch.where(decision.stepped, norm, math.nan)
-        return Outputs(signature, row, others, norm, decision.flags(), gradients)
-
-    return training_step
-
-
-def _differentiated(
-    holder: _Holder,
-    signature: Signature,
-    structure: Structure,
-    fixed: list[Tensor],
-    minibatch: TensorDictBase,
-    scale: Any,
-) -> Callable[..., Any]:
-    """Return the function of the parameters that returns gradients, and :func:`_total_loss`."""
-    # As an argument of torch.func the minibatch would go through tensordict's pytree functions.
-    # They change a global that the graph depends on: the next call would capture it again.
-    batch = minibatch.copy()
-
-    def total_loss(values: list[Tensor]) -> Any:
-        values = [x.view(()) if n in structure.scalars else x for n, x in enumerate(values)]
-        given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
-        swapped = {name: x for x, names in given for name in names}
-        run = lambda: functional_call(holder, swapped, (batch,), tie_weights=False)  # noqa: E731
-        total, aux = _total_loss(run, structure.settings, signature)
-        return total * scale, aux
-
-    return grad_and_value(total_loss, has_aux=True)
-
-
-def _total_loss(
-    run_loss: Callable[[], TensorDictBase], settings: Settings, signature: Signature
-) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Return the sum of the losses, and the row, the KLs and the other outputs of a loss."""
-    context: Any = nullcontext()
-    if settings.amp_dtype is not None:
-        context = torch.autocast(settings.device_type, settings.amp_dtype)
-    with context:
-        outputs = run_loss()
-    keys, kinds, other_keys = signature
-    total, kls = total_and_kls(outputs, settings.kl_key, needs_kl=settings.needs_kl)
-    row, others = [], []
-    for key, value in outputs.items(True, True):
-        value = value.detach()
-        if value.numel() == 1 and not value.is_complex():  # they go through float64
-            keys.append(key)
-            kinds.append((value.ndim, value.dtype))
-            number = value.reshape(())
-            row.append(number if number.is_floating_point() else number.double())
-        else:
-            other_keys.append(key)
-            others.append(value)
-    stacked = torch.stack(row)
-    kinds[:] = [None if kind == (0, stacked.dtype) else kind for kind in kinds]
-    return total, (stacked, kls, others)
-
-
-class WithGradients(torch.autograd.Function):
-    """A number whose gradients are known."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the number; its gradients are those given, one for each parameter."""
-        ctx.gradients = gradients
-        return number.clone()
-
-    @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients times a weight."""
-        return None, None, *(weight * gradient for gradient in ctx.gradients)

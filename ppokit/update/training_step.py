@@ -38,9 +38,10 @@ from ppokit.update.checks import (
     nonfinite_error,
     total_and_kls,
 )
-from ppokit.update.compiled import CompiledStep, Request, Settings, WithGradients
+from ppokit.update.compiled import CompiledStep, Request
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.decision import MOST_CALLS, Decision, Limits, Outcome, Unread, decide
+from ppokit.update.graph import Settings, WithGradients
 from ppokit.update.optimizers import step_where, steps_otherwise
 from ppokit.update.trainer import TrainingStepper
 

@@ -172,7 +172,7 @@ def test_on_a_device_no_number_is_read_before_the_end(
     found = case.run(watched)
     case.step.settle()
     # The first step of an optimizer reads whether its state begins, and a capture its gradients.
-    allowed = "optimizers.py", "compiled.py"
+    allowed = "optimizers.py", "traces.py"
     assert [read for read in reads if not read[1].endswith(allowed)] == []
     assert len(reads) <= (1 + FREE_TRACES if compiled else 1)
     stepped = [[bool(x["stepped"]) for x in each["outputs"]] for each in (found, expected)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -53,14 +53,25 @@ def missing_entry(tensordict: TensorDictBase, key: NestedKey, fix: str) -> KeyEr
     return KeyError(f"{as_key(key)!r} is not in the batch. {fix} The batch holds: {present}.")
 
 
-def refuse_locked(tensordict: TensorDictBase, *, who: str) -> None:
-    """Raise, before anything is counted, if a block could not write into the batch."""
+def check_writable(tensordict: TensorDictBase, keys: Iterable[NestedKey], *, who: str) -> None:
+    """Raise, before anything is counted, if a block could not write these keys into a batch."""
     check_tensordict(tensordict, who=who)
-    if tensordict.is_locked:
-        raise RuntimeError(
-            f"The batch is locked, and {who} writes into it: unlock_() it, or pass "
-            "batch.clone(recurse=False)."
-        )
+    for key in keys:
+        holder: Any = tensordict
+        *outer, _ = key_parts(key)
+        for depth, name in enumerate([*outer, None]):
+            where = f"The entry {as_key(tuple(outer[:depth]))!r} of the batch"
+            if holder is not None and not is_tensor_collection(holder):
+                raise ValueError(
+                    f"{where} is a {type(holder).__name__}, and {who} writes {as_key(key)!r}: "
+                    "rename the entry."
+                )
+            if holder is not None and holder.is_locked:
+                raise RuntimeError(
+                    f"{where if depth else 'The batch'} is locked, and {who} writes {as_key(key)!r}"
+                    ": unlock_() it, or pass batch.clone(recurse=False)."
+                )
+            holder = None if holder is None or name is None else holder.get(name, None)
 
 
 def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:

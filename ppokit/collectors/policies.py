@@ -155,8 +155,8 @@ class CollectorPolicy:
             return transformed, self._tensor_policy.score(written, checks=True)
         check_written(self._policy, written)
         written = _scores(self._policy, written)
-        action = self._action
-        public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]
+        named = {*self._action, *(key for x in heads_of(self._policy) for key in x.log_prob_keys)}
+        public = [x for x in written if x in named or not key_parts(x)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}
 
 

@@ -16,6 +16,7 @@ from tensordict.nn import (
 )
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torch.distributions import Distribution
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import explain, hooks_in, outside_of_graphs, shapes_of
@@ -277,9 +278,14 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         # The delayed actor runs last: a value head must not read its outputs.
         given = tensordict if params is None else tensordict.copy()
         dist: Any = policy.distribution_of(self, given, params)
-        is_composite, key = isinstance(dist, CompositeDistribution), self.tensor_keys.action
+        key: Any = self.tensor_keys.action
+        is_composite = isinstance(dist, CompositeDistribution)
         of_heads = is_composite or isinstance(key, list)
         action = given.select(*key_list(key)) if of_heads else given.get(key)
+        heads: dict[Any, Any] = dist.dists if is_composite else {} if of_heads else {key: dist}
+        for name, head in heads.items():
+            if isinstance(head, Distribution):
+                policy.check_action(name, given.get(name), head.batch_shape + head.event_shape)
         return dist.log_prob(action), dist, is_composite
 
     def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:

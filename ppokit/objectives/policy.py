@@ -82,6 +82,16 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
     return family(first, *others)
 
 
+def check_action(key: NestedKey, action: Tensor, size: torch.Size) -> None:
+    """Raise a ValueError for an action that would broadcast to the ``size`` of a distribution."""
+    pairs = list(zip(action.shape, size, strict=False))
+    if action.ndim == len(size) and any(x == 1 < y for x, y in pairs):
+        raise ValueError(
+            f"{as_key(key)!r} has shape {list(action.shape)}, and the policy's actions have "
+            f"{list(size)}: the action would broadcast. Store each action as the policy returns it."
+        )
+
+
 def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractContextManager[Any]:
     """Return a context in which a network has the parameters of the loss.
 
@@ -198,6 +208,12 @@ def exact_kl(
 
     The new parameters get the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
     """
+    for key, x in old.items():
+        if x.shape != new[key].shape:
+            raise ValueError(
+                f"{key!r} has shape {list(x.shape)} in the batch and {list(new[key].shape)} in the "
+                "policy: the KL divergence would broadcast. Store the policy's own parameters."
+            )
     # With a coefficient of 0, a policy is compared with itself: no 0 * inf in the gradient.
     off = coefficient == 0
     old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}

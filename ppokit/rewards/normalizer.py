@@ -19,8 +19,8 @@ from ppokit._keys import (
     TRAJ_KEY,
     as_key,
     check_tensordict,
+    check_writable,
     key_parts,
-    refuse_locked,
 )
 from ppokit._state import WholeState, apply_without_cast, write_count
 from ppokit.distributed import resolve_group
@@ -285,7 +285,7 @@ class RewardNormalizer(WholeState, Transform):
             raise _normalized_already(keys.raw)
         options = {x: getattr(self, x) for x in ("gamma", "mask_key", "traj_key", "nonfinite")}
         measurement = measure(tensordict, keys, (self.open_ids, self.open_returns), **options)
-        refuse_locked(tensordict, who="RewardNormalizer")
+        check_writable(tensordict, [keys.reward, keys.raw], who="RewardNormalizer")
         return measurement
 
     def _is_normalized(self, tensordict: TensorDictBase, keys: RewardKeys) -> bool:

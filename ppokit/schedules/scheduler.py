@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._checks import Checked
-from ppokit._keys import MASK_KEY, as_key, refuse_locked, valid_mask
+from ppokit._keys import MASK_KEY, as_key, check_writable, valid_mask
 from ppokit._state import WholeState, refuse_torch_schedulers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Advance by the valid frames of the batch and write the values into it."""
-        refuse_locked(tensordict, who="ParameterScheduler")
+        check_writable(tensordict, self.out_keys, who="ParameterScheduler")
         mask = valid_mask(tensordict, self.mask_key)
         count = tensordict.batch_size.numel() if mask is None else int(mask.sum())
         self.step(int(self.frames) + count)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from ppokit._checks import choice, positive, whole
-from ppokit._keys import as_key, refuse_locked
+from ppokit._keys import as_key, check_writable
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_same_shape
@@ -173,7 +173,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the decision to ``"kl_stop"``."""
-        refuse_locked(tensordict, who="KLEarlyStopper")
+        check_writable(tensordict, ["kl_stop"], who="KLEarlyStopper")
         size, device = tensordict.batch_size, tensordict.device
         return tensordict.set("kl_stop", torch.full(size, self.update(tensordict), device=device))
 

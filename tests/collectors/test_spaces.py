@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase
 from tensordict.nn import (
+    CompositeDistribution,
     ProbabilisticTensorDictSequential,
+    TensorDictModule,
     TensorDictModuleBase,
     TensorDictSequential,
     set_composite_lp_aggregate,
@@ -44,7 +47,7 @@ from tests.collectors.test_collector import (
     rescored,
 )
 from tests.mixed import ACTIONS as MIXED
-from tests.mixed import Mixed, make_mixed_actor, make_recurrent_actor, torchrl_env
+from tests.mixed import Cut, Exp, Mixed, make_mixed_actor, make_recurrent_actor, torchrl_env
 
 
 class ReadsAll(TensorDictModuleBase):
@@ -228,6 +231,26 @@ BAD: list[Any] = [
 def test_bad_actors(actions: str, make_actor: Any, options: Any, error: Any, message: str):
     with pytest.raises(error, match=message):
         collector_of(lambda: Mixed(actions), make_actor(), **options).rollout()
+
+
+def test_a_private_name_of_a_part_of_the_action():
+    def make_env() -> gym.Env:
+        space = spaces.Dict(_gas=spaces.Box(-1, 1, (2,)))
+        return gym.wrappers.TransformAction(Wander(actions="box"), lambda x: x["_gas"], space)
+
+    keys: Any = [("params", "_gas", "loc"), ("params", "_gas", "scale")]
+    modules = [TensorDictModule(Cut(3, [(2,), (2,)]), ["observation"], keys)]
+    modules.append(TensorDictModule(Exp(), [keys[1]], [keys[1]]))
+    options = {"distribution_map": {"_gas": TanhNormal}, "name_map": {"_gas": ("action", "_gas")}}
+    with set_composite_lp_aggregate(False):
+        policy = actor_of(
+            TensorDictSequential(*modules),
+            CompositeDistribution,
+            ["params"],
+            distribution_kwargs=options,
+        )
+        batch = collector_of(make_env, policy).rollout()
+    assert ("action", "_gas_log_prob") in batch.keys(True)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,17 @@ def test_a_trailing_dimension(kind: str, key: str, message: str):
         loss(batch)
 
 
+@pytest.mark.parametrize("kind", ["normal", "tanh-normal"])
+@pytest.mark.parametrize("key", ["action", "scale"])
+def test_an_entry_with_one_number_for_several(kind: str, key: str):
+    """torch would broadcast it, and the loss be that of other actions."""
+    loss = build(kind, kl_coeff=0.1)
+    batch = make_minibatch(loss.actor_network, 5)
+    batch[key] = batch[key][..., :1]
+    with pytest.raises(ValueError, match=rf"'{key}' has shape \[5, 1\].*would broadcast"):
+        loss(batch)
+
+
 def without(*keys: Any) -> Any:
     return lambda batch: batch.exclude(*keys)
 

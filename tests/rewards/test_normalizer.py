@@ -274,6 +274,14 @@ def test_bad_arguments_raise(arguments, match):
         RewardNormalizer(**arguments)
 
 
+def test_a_batch_whose_rewards_are_locked_is_not_counted():
+    normalizer, batch = RewardNormalizer(), make_batch([[1.0, 3.0]])
+    batch["next"].lock_()
+    with pytest.raises(RuntimeError, match=r"The entry 'next' of the batch is locked.*unlock_"):
+        normalizer(batch)
+    assert normalizer.count == 0
+
+
 def test_a_list_of_keys_and_a_state_that_is_not_finite_raise():
     keys: Any = [("next", "a"), ("next", "b")]
     with pytest.raises(TypeError, match="a RewardNormalizer for each reward"):

@@ -60,6 +60,20 @@ def test_step_takes_the_absolute_number_of_frames(frames: Any):
 # -- bad input --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("entry", "error", "message"),
+    [
+        (torch.zeros(5, 8), ValueError, "'schedule' of the batch is a Tensor.*rename the entry"),
+        (TensorDict({}, [5, 8]).lock_(), RuntimeError, "'schedule' of the batch is locked.*unlock"),
+    ],
+)
+def test_a_batch_that_cannot_take_the_values_is_not_counted(entry: Any, error: Any, message: str):
+    scheduler = ParameterScheduler({"lr": (make_optimizer(), LINE)})
+    with pytest.raises(error, match=message):
+        scheduler(TensorDict({"schedule": entry}, [5, 8]))
+    assert int(scheduler.frames) == 0
+
+
 def beside_torchs_scheduler() -> Any:
     optimizer = make_optimizer(kind=torch.optim.SGD)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)

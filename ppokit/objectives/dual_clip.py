@@ -282,8 +282,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         is_composite = isinstance(dist, CompositeDistribution)
         of_heads = is_composite or isinstance(key, list)
         action = given.select(*key_list(key)) if of_heads else given.get(key)
-        heads: dict[Any, Any] = dist.dists if is_composite else {} if of_heads else {key: dist}
-        for name, head in heads.items():
+        heads = dist.dists.items() if is_composite else [] if of_heads else [(key, dist)]
+        for name, head in heads:
             if isinstance(head, Distribution):
                 policy.check_action(name, given.get(name), head.batch_shape + head.event_shape)
         return dist.log_prob(action), dist, is_composite

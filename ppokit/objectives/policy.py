@@ -82,7 +82,7 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
     return family(first, *others)
 
 
-def check_action(key: NestedKey, action: Tensor, size: torch.Size) -> None:
+def check_action(key: Any, action: Tensor, size: torch.Size) -> None:
     """Raise a ValueError for an action that would broadcast to the ``size`` of a distribution."""
     pairs = list(zip(action.shape, size, strict=False))
     if action.ndim == len(size) and any(x == 1 < y for x, y in pairs):

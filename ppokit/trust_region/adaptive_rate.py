@@ -70,7 +70,9 @@ class AdaptiveLearningRate(WholeState, nn.Module):
     target_kl = Checked(lambda x: 0 < x < math.inf, "be positive and finite")
     factor = Checked(lambda x: 1 < x < math.inf, "be above 1 and finite")
     bounds = Checked(
-        lambda x: 0 < x[0] <= x[1] < math.inf, "be finite, with 0 < low <= high", tuple
+        lambda x: len(x) == 2 and 0 < x[0] <= x[1] < math.inf,
+        "be two finite numbers, 0 < low <= high",
+        tuple,
     )
     when = choice("minibatch", "epoch")
 

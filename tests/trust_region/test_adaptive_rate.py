@@ -158,10 +158,11 @@ def test_a_scheduler_of_torch_raises_in_both_orders():
         ({"factor": 1.0}, r"factor must be above 1 and finite, got 1\.0"),
         (
             {"bounds": (0.0, 1.0)},
-            r"bounds must be finite, with .* got \(0\.0, 1\.0\)",
+            r"bounds must be two finite numbers, .* got \(0\.0, 1\.0\)",
         ),
         ({"bounds": (0.1, 0.01)}, "0 < low <= high"),
-        ({"bounds": (1e-5, math.inf)}, "bounds must be finite, with 0 < low <= high"),
+        ({"bounds": (1e-5, math.inf)}, "bounds must be two finite numbers, 0 < low <= high"),
+        ({"bounds": (1e-5, 1e-3, 1e-2)}, "bounds must be two finite numbers"),
         ({"bounds": (2e-3, 1.0)}, r"rates \[0\.001\] must lie within bounds=\(0\.002, 1\.0\)"),
         ({"bounds": (1e-5, 5e-4)}, r"rates \[0\.001\] must lie within"),
         ({"when": "batch"}, "when must be 'minibatch' or 'epoch', got 'batch'"),

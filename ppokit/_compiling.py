@@ -138,6 +138,8 @@ class CompiledFunction:
         function = self._function
 
         def numbered(*arguments: Any) -> tuple[int, Any]:
+            if not torch.compiler.is_dynamo_compiling():
+                raise NoGraphError("a stance, a dispatch mode or a setting disables torch.compile")
             return begin_trace(), function(*arguments)
 
         # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -289,7 +290,7 @@ class CompiledStep:
         assert inputs is not None
         graph, given = self._graphs[inputs.structure, True], self._given(request, inputs)
         calls = 1 if self.replays else WORTH
-        with torch.no_grad():
+        with torch.no_grad(), suppress(NoGraphError):
             form, outputs = graph.form(number, layout, given, after=calls)
             if form is not None:
                 key = number, layout

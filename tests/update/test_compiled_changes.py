@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchrl.modules import ValueOperator
 
@@ -300,6 +302,72 @@ def test_checkpoints_of_activations_work_beside_a_failed_capture():
     x = torch.ones(2, requires_grad=True)
     checkpoint(torch.exp, x, use_reentrant=False).sum().backward()  # pyright: ignore
     assert x.grad is not None
+
+
+class Keeps(nn.Module):
+    """Keeps an activation, as for a log."""
+
+    last: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        self.last = x.detach()
+        return x
+
+
+@torch.library.custom_op("ppokit_tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    Noisy.calls += 1
+    return x + Noisy.calls
+
+
+@noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Noisy(nn.Module):
+    """Calls an operator that has an effect of its own."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + noise(x.detach())
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize(("kind", "reason"), [(Keeps, None), (Noisy, "ppokit_tests.noise")])
+def test_a_trace_leaves_results_and_operators_alone(kind: type[nn.Module], reason: str | None):
+    found = []
+    for compile in (False, EAGER):
+        Noisy.calls = 0
+        step = make_step(kind(), compile)
+        for seed in range(3):
+            step(minibatch(8, seed))
+        found.append([*step.loss.parameters()])
+        assert compile is False or (reason or "compiled") in step.extra_repr()
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize(
+    "context", [partial(torch.compiler.set_stance, "force_eager"), DispatchMode]
+)
+def test_where_torch_compile_is_disabled_the_losses_run_once(context: Callable[[], Any]):
+    step = make_step(nn.BatchNorm1d(4), EAGER)
+    with context():
+        for seed in range(3):
+            step(minibatch(8, seed))
+    assert step.loss.network[1].num_batches_tracked == 3
+    assert "disables torch.compile" in step.extra_repr()
+    for seed in range(2):
+        step(minibatch(8, seed))
+    assert step.loss.network[1].num_batches_tracked == 5
 
 
 class FlipsInTheLast(nn.Module):

@@ -150,7 +150,7 @@ def test_a_compiled_update_is_an_eager_one_and_compiles_once(when: str, backend:
 
 
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
-@pytest.mark.parametrize("compile", [False, {"backend": "eager"}])
+@pytest.mark.parametrize("compile", [False, slow({"backend": "eager"})])
 @pytest.mark.parametrize("limit", [2e-3, slow(None)])
 @every_when
 def test_on_a_device_the_rates_are_the_same(when: str, limit: Any, compile: Any, monkeypatch: Any):

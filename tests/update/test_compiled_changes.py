@@ -208,7 +208,7 @@ def of_generator(held: Holder) -> Tensor:
 IN_GRAPHS = of_flag, of_calls, of_list, of_queue, of_set, of_global, of_global_queue, closure
 HELD = *IN_GRAPHS, of_class, of_tensor, of_weight, of_generator
 HELD += of_counter, of_slots, of_function, of_default
-FAST = of_flag, of_global, of_slots, of_tensor
+FAST = of_flag, of_tensor
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
@@ -748,7 +748,7 @@ class Remembers(nn.Linear):
         return super().forward(input) * last
 
 
-@pytest.mark.parametrize("layer", [Bank, Counted, Remembers])
+@pytest.mark.parametrize("layer", [slow(Bank), Counted, slow(Remembers)])
 def test_sizes_and_whole_numbers_that_change_between_updates(
     layer: type[nn.Linear], monkeypatch: pytest.MonkeyPatch
 ):
@@ -788,6 +788,7 @@ def test_graphs_that_are_dropped_within_an_update(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_last_minibatches_of_many_sizes_share_a_graph():
     captured: list[int] = []
     options = {"backend": lambda graph, _: captured.append(1) or graph}

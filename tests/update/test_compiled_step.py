@@ -371,6 +371,7 @@ def test_a_hundred_steps_in_one_process_are_all_compiled():
     assert len(captured) == 100
 
 
+@pytest.mark.slow
 def test_the_first_step_after_loading_a_state_is_captured(monkeypatch: pytest.MonkeyPatch):
     """A divergence of torch's that was not computed before fills a table in its first call."""
     logits = TensorDictModule(nn.Linear(4, 3), ["observation"], ["logits"])
@@ -387,7 +388,7 @@ def test_the_first_step_after_loading_a_state_is_captured(monkeypatch: pytest.Mo
     assert repr(step).endswith("compiled)")
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("scheduled", [slow(False), True])
 def test_a_wrapper_of_the_optimizers_step_is_called(scheduled: bool):
     loss, calls = make_loss(), []
     optimizer = torch.optim.Adam(loss.parameters(), lr=0.01)

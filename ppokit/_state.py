@@ -195,24 +195,25 @@ def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
 
 def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Load the state of every part, or none, and raise a ValueError if one rejects its state."""
-    restore = [keep_state(part) for part in parts.values()]
-    for name, part in parts.items():
-        try:
-            if isinstance(part, torch.optim.Optimizer) and "state" in states[name]:
-                check_optimizer_state(part, states[name])
+    restore, name = [keep_state(part) for part in parts.values()], ""
+    try:
+        for name, part in parts.items():
+            state = states[name]
+            if isinstance(part, torch.optim.Optimizer):
+                if "state" in state:
+                    check_optimizer_state(part, state)
+                state = deepcopy(state)  # torch would train the tensors of the caller
             if isinstance(part, torch.amp.GradScaler):
-                Checked(lambda x: 0 < x < math.inf, "be positive").check(
-                    states[name]["scale"], "scale"
-                )
-            part.load_state_dict(states[name])
-        except BaseException as error:
-            for restore_part in restore:
-                with suppress(ValueError):  # of an optimizer whose options were out of range
-                    restore_part()
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
-            said = f"and nothing was loaded: {type(error).__name__}: {error}"
-            raise ValueError(f"{name!r} rejects its state, {said}") from error
+                Checked(lambda x: 0 < x < math.inf, "be positive").check(state["scale"], "scale")
+            part.load_state_dict(state)
+    except BaseException as error:
+        for restore_part in restore:
+            with suppress(ValueError):  # of an optimizer whose options were out of range
+                restore_part()
+        if not isinstance(error, Exception):  # Ctrl-C
+            raise
+        said = f"and nothing was loaded: {type(error).__name__}: {error}"
+        raise ValueError(f"{name!r} rejects its state, {said}") from error
 
 
 #: numbers in the groups of torch's optimizers

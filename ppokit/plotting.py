@@ -96,6 +96,8 @@ def plot_run(
     groups = dict(runs) if isinstance(runs, Mapping) else {"": runs}
     groups = {label: [*map(read_run, _as_group(group))] for label, group in groups.items()}
     rows = [row for group in groups.values() for run in group for row in run]
+    if not rows:
+        raise ValueError("There is nothing to draw: the runs have no rows of statistics.")
     there = {name for row in rows for name, value in row.items() if math.isfinite(value)}
     drawn = {title: [name for name in names if name in there] for title, names in panels.items()}
     drawn = {title: names for title, names in drawn.items() if names}

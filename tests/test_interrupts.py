@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
+import ppokit
 from ppokit import load_checkpoint, save_checkpoint
 from tests.test_state import assert_same_state, flat, make_run
+
+STATE = Path(ppokit.__file__).parent / "_state.py"
 
 
 def phases(path: Path, parts: dict[str, Any]) -> None:
@@ -39,6 +45,46 @@ def _default_handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def lines_until(target: int, call: Callable[[], Any]) -> int:
+    """Return how many lines of the state's file a call runs; it is interrupted after so many."""
+    lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if event == "call" and Path(frame.f_code.co_filename) != STATE:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == target:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.settrace(trace)
+        call()
+    sys.settrace(None)
+    return lines
+
+
+def test_an_interrupt_at_any_line_leaves_a_load_whole_or_undone(tmp_path: Path):
+    path, names = tmp_path / "saved", ("first", "second")
+    save_checkpoint(path, {name: nn.Linear(1, 1) for name in names})
+
+    def load(target: int) -> tuple[int, set[bool]]:
+        parts = {name: nn.Linear(1, 1) for name in names}
+        before = [part.weight.item() for part in parts.values()]
+        lines = lines_until(target, lambda: load_checkpoint(path, parts))
+        after = [part.weight.item() for part in parts.values()]
+        return lines, {x != y for x, y in zip(before, after, strict=True)}
+
+    count, loaded = load(0)
+    assert loaded == {True}
+    found = [load(target)[1] for target in range(1, count + 1)]
+    assert {len(x) for x in found} == {1}
+    assert {False} in found
 
 
 # A signal may come between open() and the `with` around it.

@@ -129,7 +129,7 @@ def test_bad_runs_raise(tmp_path: Path):
     bad: Any = [
         ([{"frames": 1.0}], ValueError, "none of the statistics to draw. They have: frames, total"),
         ([{"frames": 1.0}, {"kl": 1.0}], ValueError, "Row 1 has neither 'total_frames' nor 'fra"),
-        ([], ValueError, "none of the statistics to draw"),
+        ([], ValueError, "the runs have no rows of statistics"),
         ([[]], ValueError, "The run has no rows"),
         ([[0.5]], TypeError, "A run is a sequence of the dictionaries"),
         (tmp_path / "nowhere", FileNotFoundError, "no numbers in files of torchrl's CSVLogger"),

@@ -126,7 +126,7 @@ class GymCollector(BaseCollector):
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx = 0
 
-    frames_per_batch, num_envs = whole(), whole()
+    frames_per_batch = whole()
     total_frames: Any = Checked(
         lambda x: x == -1 or (x % 1 == 0 and x > 0), "be positive, or -1 for no end"
     )
@@ -167,7 +167,8 @@ class GymCollector(BaseCollector):
         self.observation_transform, self.postproc = observation_transform, postproc
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
-        self.num_envs, self.frames_per_batch = num_envs, frames_per_batch
+        self.frames_per_batch = frames_per_batch
+        num_envs = whole().check(num_envs, "num_envs")
         whole_episodes = trajs_per_batch is not None
         check_options(
             observation_dtype,
@@ -180,8 +181,8 @@ class GymCollector(BaseCollector):
         encoding = draws_indices(policy) if encoding is None else encoding
         readers = policy, observation_transform
         reads = {key_parts(key) for x in readers for key in getattr(x, "in_keys", ())}
-        made = make_envs(make_env, self.num_envs, encoding, reads, whole_episodes=whole_episodes)
-        self._envs, self.env, self.num_envs = made  # env is torchrl's wrapper of the first
+        made = make_envs(make_env, num_envs, encoding, reads, whole_episodes=whole_episodes)
+        self._envs, self.env, self._num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         compiled = CompiledPolicy(compile_policy) if compile_policy is not False else None
         options = observation_dtype, first_trajectory_id(worker_idx), compiled, reads
@@ -194,6 +195,11 @@ class GymCollector(BaseCollector):
             self._episodes = Episodes(*made, counts, self.device, *options)
             self.keep_episodes = self._episodes.keep_state
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
+
+    @property
+    def num_envs(self) -> int:
+        """The number of environments."""
+        return self._num_envs
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches, or None with a replay buffer, until ``total_frames`` are collected."""

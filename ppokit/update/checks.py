@@ -76,7 +76,8 @@ def check_trained(loss: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not held & {*names.values()}:
         raise ValueError(
             "None of the optimizer's parameters is a trainable one of the loss. Build the "
-            "optimizer with loss.parameters()."
+            "optimizer with loss.parameters(). copy.deepcopy gives a loss with functional=True "
+            "other parameters than its optimizer: use its state_dict."
         )
     coefficient = getattr(loss, "critic_coeff", 1.0)
     has_critic = coefficient is not None and (

@@ -164,6 +164,15 @@ class PPOUpdate:
         self._names: tuple[str, ...] = ()  # of all means so far
         self._has_warned = False
 
+    @property
+    def shuffle(self) -> bool:
+        """Whether each epoch has a new order."""
+        return self.minibatches.shuffle
+
+    @shuffle.setter
+    def shuffle(self, value: bool) -> None:
+        self.minibatches.shuffle = value
+
     def _check_arguments(self) -> None:
         """Raise where an option is of the wrong kind, out of range, or excludes another."""
         loss, step = self.step.loss, self.step
@@ -190,6 +199,12 @@ class PPOUpdate:
                 raise ValueError(
                     f"The {name} has another group than the step: pass group= to both."
                 )
+        is_averaged = self.accumulate_grads or step.ranks.count > 1
+        if is_averaged and getattr(loss, "reduction", "mean") == "sum":
+            raise ValueError(
+                "The loss is a sum over frames (reduction='sum'), but gradients of ranks and "
+                "accumulated ones are averaged. Build the loss with reduction='mean'."
+            )
         if self.recompute_advantage and self.advantage is None:
             raise ValueError("recompute_advantage needs an advantage module.")
         if self.adaptive_kl is not None and self.scheduler is not None:
@@ -348,11 +363,6 @@ class PPOUpdate:
                 f"{key!r} is False everywhere. The mask is True at frames to train on."
             )
         check_policy_keys(self.step.loss, batch)
-        if self.step.ranks.count > 1 and getattr(self.step.loss, "reduction", "mean") == "sum":
-            raise ValueError(
-                "The loss is a sum over frames (reduction='sum'), but over ranks gradients are "
-                "averaged. Build the loss with reduction='mean'."
-            )
         elements, steps = self.minibatches.outline(batch)
         size = max(1, (self.minibatch_size or elements * steps) // steps)
         return Outline(frames, elements, min(size, elements))

@@ -17,9 +17,20 @@ from ppokit.update.decision import Outcome
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 
 
+_OF_UPDATE = {"epochs", "minibatches", "steps", "skipped", "stopped", "frames", "episodes"}
+_OF_UPDATE |= {"seconds_collecting", "seconds_updating", "frames_per_second", "policy_lag"}
+_OF_UPDATE |= {"episode_return", "episode_length", "grad_norm", "first_kl", "padded"}
+_OF_UPDATE |= {"kl_limit", "reward_scale"}
+
+
 def statistic_name(key: NestedKey) -> str:
-    """Return the name of an entry of the losses among the statistics: ``"kl"``, ``"a/b"``."""
-    return key if type(key) is str else "/".join(key_parts(key))
+    """Return the name of an entry of the losses among the statistics: ``"kl"``, ``"a/b"``.
+
+    An entry with a name that the update gives to another number, such as ``"steps"``, is
+    ``"loss/steps"``.
+    """
+    name = key if type(key) is str else "/".join(key_parts(key))
+    return f"loss/{name}" if name in _OF_UPDATE else name
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -194,10 +195,60 @@ def test_a_resumed_compiled_update_continues_bit_for_bit(
         second.load_state_dict(state)
 
 
+def test_a_state_that_was_loaded_does_not_change(batches: list[TensorDictBase]):
+    """torch's optimizers would train the tensors of the state."""
+    update = make_update(seed=0)
+    update(batches[0].clone())
+    best, found = copy.deepcopy(update.state_dict()), []
+    for _ in range(2):
+        update.load_state_dict(best)
+        update(batches[1].clone())
+        found.append(parameters_of(update.step.loss))
+    assert torch.equal(*found)
+
+
 # -- bad input ----------------------------------------------------------------------------
 
 
+def test_the_order_may_be_set_later(batches: list[TensorDictBase]):
+    found = []
+    for shuffle in (True, False):
+        update = make_update(seed=0, shuffle=True)
+        update.shuffle = shuffle
+        update(batches[0].clone())
+        found.append(parameters_of(update.step.loss))
+    assert not torch.equal(*found)
+    assert torch.equal(found[1], trained_in_order(batches[0]))
+
+
+def trained_in_order(batch: TensorDictBase) -> torch.Tensor:
+    update = make_update(shuffle=False)
+    update(batch.clone())
+    return parameters_of(update.step.loss)
+
+
+class Names(A2CLoss):
+    """A loss with outputs that have names of the update's statistics."""
+
+    def forward(self, tensordict: Any) -> Any:
+        losses = super().forward(tensordict)
+        return losses.update({name: torch.tensor(7.5) for name in ("steps", "episode_return")})
+
+
+def test_outputs_with_names_of_other_statistics(batches: list[TensorDictBase]):
+    actor, critic = make_networks()
+    loss: Any = Names(actor, critic, functional=False)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    _, gae, _ = make_parts()
+    expected = make_update()(batches[0].clone())
+    found = make_update((loss, gae, optimizer))(batches[0].clone())
+    assert found["loss/steps"] == found["loss/episode_return"] == 7.5
+    for name in ("steps", "episode_return", "episodes"):
+        assert found[name] == expected[name]
+
+
 STOPPER = KLEarlyStopper(0.1)
+SUM = make_parts(reduction="sum")
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"epochs": 0}, ValueError, "epochs must be a whole number"),
     ({"minibatch_size": 0}, ValueError, "minibatch_size must be"),
@@ -208,6 +259,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"nonfinite": "ignore"}, ValueError, "nonfinite must be 'raise', 'skip' or None"),
     ({"advantage": None, "recompute_advantage": True}, ValueError, "recompute_advantage needs"),
     ({"stopper": STOPPER, "accumulate_grads": True}, ValueError, "accumulation exclude each other"),
+    (
+        {"parts": SUM, "accumulate_grads": True},
+        ValueError,
+        r"a sum over frames \(reduction='sum'\)",
+    ),
 ]
 
 

@@ -200,6 +200,8 @@ class CompiledFunction:
             self._candidate = None
             if key == (number, layout):
                 self._forms[key] = form
+            else:
+                self._requests[key] = 0  # it is captured again later
 
     def _call(self, compiled: Any, arguments: Any, *, may_capture: bool) -> tuple[int, Any]:
         self._may_capture, self._is_tracing, self._is_refused = may_capture, False, False
@@ -209,7 +211,7 @@ class CompiledFunction:
         try:
             with capturing if may_capture else nullcontext():
                 return compiled(*arguments)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too
             if not self._is_tracing:
                 raise
             if are_enabled:  # a trace of torch.func that fails leaves them disabled
@@ -218,6 +220,10 @@ class CompiledFunction:
                 for x, before in self._before:  # by value: kernels may not raise the version
                     if not torch.equal(x, before):
                         x.copy_(before)
+            if not self._is_refused:
+                self._renew()  # a graph that failed would run again
+            if not isinstance(error, Exception):
+                raise
             no_graph = NoGraphError(OFTEN if self._is_refused else _first_line(error))
             no_graph.is_refused = self._is_refused
             raise no_graph from error

@@ -27,7 +27,7 @@ from ppokit._compiling import (
 from ppokit.update.cuda_graph import ReplayedStep
 from ppokit.update.graph import Outputs, Settings, Structure, graph_of
 from ppokit.update.optimizers import STATE, groups_of
-from ppokit.update.traces import autograd_gradients, difference
+from ppokit.update.traces import TracedLosses, difference, trace_losses
 
 MOST_STRUCTURES = 8  # that keep their graphs
 MOST_STATIC = 4  # graphs of a structure for one layout each; further layouts share one
@@ -154,20 +154,23 @@ class CompiledStep:
             if found is not None:
                 return found
         if reason is None:
-            gradients, self._doubt = autograd_gradients(
+            traced = trace_losses(
                 request.loss,
                 request.settings(),
                 request.minibatch,
                 parameters_of(modules),
                 [p for group in request.optimizer.param_groups for p in group["params"]],
             )
-            self._trained = frozenset(gradients)
+            if isinstance(traced, str):
+                self._doubt = traced
+                return None
+            self._trained = traced.trained
             inputs = _inputs_of(request, modules, self._trained)
-            if self._doubt is not None or inputs is None:
+            if inputs is None:
                 return None
             reason = self._reason_to_rest(inputs.structure)
             if reason is None:
-                return self._capture(request, inputs, modules, layout, gradients)
+                return self._capture(request, inputs, modules, layout, traced)
         return self._run_eagerly(reason)
 
     def _key(self, inputs: Inputs, layout: Any) -> tuple[Structure, bool]:
@@ -227,15 +230,15 @@ class CompiledStep:
         inputs: Inputs,
         modules: Mapping[str, nn.Module],
         layout: Any,
-        gradients: Mapping[str, Tensor],
+        traced: TracedLosses,
     ) -> tuple[Outputs, list[Tensor]] | None:
         """Make the step by a graph that is captured for it, or return None."""
         structure, is_static = key = self._key(inputs, layout)
         last, count = self._in_a_row
         self._in_a_row = (key, layout), count + 1 if last == (key, layout) else 1
         rests, reason = None, CHANGES
-        given = structure, request.minibatch, *inputs.tensors[:2], gradients
-        if differs := difference(request.loss, *given):
+        given = structure, request.minibatch, *inputs.tensors[:2]
+        if differs := difference(traced, request.loss, *given):
             rests, reason = structure, differs
         elif self._in_a_row[1] <= MOST_IN_A_ROW:
             if key not in self._graphs:

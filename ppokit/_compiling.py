@@ -106,7 +106,7 @@ class CompiledFunction:
         self._modules, self._arguments, self._before = modules, (), []
         self.is_static = static and not options.get("dynamic")
         self._options = {"fullgraph": True, **options}
-        self._may_capture = self._is_tracing = self._is_refused = False
+        self._may_capture = self._is_tracing = self._is_traced = self._is_refused = False
         self._progress: _Progress | None = None
         self._renew()
 
@@ -135,12 +135,18 @@ class CompiledFunction:
                     self._budget.spend()
             return next(_numbers)
 
+        @torch.compiler.assume_constant_result
+        def end_trace() -> None:
+            self._is_traced = True
+
         function = self._function
 
         def numbered(*arguments: Any) -> tuple[int, Any]:
             if not torch.compiler.is_dynamo_compiling():
                 raise NoGraphError("a stance, a dispatch mode or a setting disables torch.compile")
-            return begin_trace(), function(*arguments)
+            number, result = begin_trace(), function(*arguments)
+            end_trace()
+            return number, result
 
         # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
         name = f"{function.__name__}_{next(_names)}"
@@ -204,8 +210,8 @@ class CompiledFunction:
                 self._requests[key] = 0  # it is captured again later
 
     def _call(self, compiled: Any, arguments: Any, *, may_capture: bool) -> tuple[int, Any]:
-        self._may_capture, self._is_tracing, self._is_refused = may_capture, False, False
-        self._arguments = arguments
+        self._may_capture, self._arguments = may_capture, arguments
+        self._is_tracing = self._is_traced = self._is_refused = False
         message = _hooks._saved_tensors_hooks_get_disabled_error_message
         are_enabled = may_capture and not message()
         try:
@@ -220,7 +226,7 @@ class CompiledFunction:
                 for x, before in self._before:  # by value: kernels may not raise the version
                     if not torch.equal(x, before):
                         x.copy_(before)
-            if not self._is_refused:
+            if self._is_traced:
                 self._renew()  # a graph that failed would run again
             if not isinstance(error, Exception):
                 raise

@@ -84,7 +84,8 @@ class CompiledStep:
 
     def _forget(self, loss: nn.Module | None = None, hooks: Any = None) -> None:
         self._loss, self._hooks = loss, hooks  # which Dynamo does not look at again
-        self._trained: frozenset[str] = frozenset()  # names of parameters that have a gradient
+        # sets of names of parameters that have a gradient, the last one first
+        self._trained: list[frozenset[str]] = [frozenset()]
         # by structure, and whether a graph serves one layout only
         self._graphs: dict[tuple[Structure, bool], CompiledFunction] = {}
         self._own: set[tuple[Structure, Any]] = set()  # layouts with a graph of their own
@@ -140,11 +141,16 @@ class CompiledStep:
         modules = modules_of({"loss": request.loss})
         if reason := _obstacle(request.loss, modules):
             return self._run_eagerly(reason)
-        inputs = _inputs_of(request, modules, self._trained)
-        reason = self._reason_to_rest(None if inputs is None else inputs.structure)
-        # A look for a graph takes as long as some steps where it finds none.
-        is_tried = reason is None or not self._has_missed or self._budget.calls % TRIES == 0
-        if is_tried and inputs is not None and (key := self._key(inputs, layout)) in self._graphs:
+        reasons = []
+        for trained in [*self._trained]:
+            inputs = _inputs_of(request, modules, trained)
+            reasons.append(self._reason_to_rest(None if inputs is None else inputs.structure))
+            # A look for a graph takes as long as some steps where it finds none.
+            is_due = not self._has_missed or self._budget.calls % TRIES == 0
+            if inputs is None or not (reasons[-1] is None or is_due):
+                continue
+            if (key := self._key(inputs, layout)) not in self._graphs:
+                continue
             found = self._try(request, inputs, key, modules, layout)
             if found is None and key[1] and self._graphs[key].graphs >= MOST_STATIC:
                 self._own.discard((inputs.structure, layout))
@@ -152,7 +158,11 @@ class CompiledStep:
                 if key in self._graphs:
                     found = self._try(request, inputs, key, modules, layout)
             if found is not None:
+                self._note_trained(trained)
                 return found
+        reason = reasons[0]
+        if reason is None and _creates_state(request):
+            return None
         if reason is None:
             traced = trace_losses(
                 request.loss,
@@ -164,14 +174,20 @@ class CompiledStep:
             if isinstance(traced, str):
                 self._doubt = traced
                 return None
-            self._trained = traced.trained
-            inputs = _inputs_of(request, modules, self._trained)
+            self._note_trained(traced.trained)
+            inputs = _inputs_of(request, modules, traced.trained)
             if inputs is None:
                 return None
             reason = self._reason_to_rest(inputs.structure)
             if reason is None:
                 return self._capture(request, inputs, modules, layout, traced)
         return self._run_eagerly(reason)
+
+    def _note_trained(self, trained: frozenset[str]) -> None:
+        """Let the graphs of these parameters be tried first."""
+        if trained != self._trained[0]:
+            others = [x for x in self._trained if x != trained]
+            self._trained = [trained, *others][:MOST_STRUCTURES]
 
     def _key(self, inputs: Inputs, layout: Any) -> tuple[Structure, bool]:
         """Return the key of the graphs for a minibatch."""
@@ -323,6 +339,17 @@ def _obstacle(loss: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
     if have_hooks(modules, ignored=loss):
         return "a module or parameter of the networks has a hook, or a forward of its own"
     return None
+
+
+def _creates_state(request: Request) -> bool:
+    """Return whether an eager step must create the state of the optimizer."""
+    optimizer, settings = request.optimizer, request.settings()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        not settings.returns_gradients
+        and groups_of(optimizer, held) is not None
+        and not any(optimizer.state.get(p) for p in held)
+    )
 
 
 def _inputs_of(

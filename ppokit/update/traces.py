@@ -27,6 +27,7 @@ OTHER_CODE = (
     "the loss reaches a parameter in other ways than by its name in a module, or asks for its "
     "class or requires_grad, and a graph has another tensor in its place"
 )
+OTHER_GRADIENTS = "the losses have gradients of tensors that are not the optimizer's and the loss's"
 WRITES = "the loss changes entries of its minibatch, and a graph would not"
 
 
@@ -37,6 +38,15 @@ class TracedLosses(NamedTuple):
     lines: list[Any]  #: operations, in order
     total: Any  #: the sum of the losses: the number of a line, or an input
     results: set[Any]  #: others, likewise
+    keys: Any  #: of the losses
+
+
+class _MarkedHolder(Holder):
+    """Calls a loss after an operation by which the first of the loss is found."""
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDictBase:
+        torch.empty(MARK)
+        return super().forward(minibatch)
 
 
 def trace_losses(
@@ -55,43 +65,38 @@ def trace_losses(
         parameters: the trainable parameters of the loss, each with its names.
         held: the parameters of the optimizer.
     """
-    names, found = {p: names[0] for names, p in parameters}, list[Any]()
-    holder, is_changed = Holder(loss), False
-
-    @torch.compiler.assume_constant_result
-    def note_changes(changed: bool) -> int:  # runs in the trace
-        nonlocal is_changed
-        is_changed = changed
-        return 0
+    names, notes, looks = {p: names[0] for names, p in parameters}, _Notes(), list[Any]()
+    holder = _MarkedHolder(loss)
 
     def losses(minibatch: TensorDictBase) -> Any:
-        batch = minibatch.copy()
-        total, results = total_loss(lambda: holder(batch), settings, Signature([], [], []))
+        batch, signature = minibatch.copy(), Signature([], [], [])
+        total, results = total_loss(lambda: holder(batch), settings, signature)
         keys, others = list(minibatch.keys(True, True)), list(batch.keys(True, True))
         is_same = keys == others and all(batch.get(x) is minibatch.get(x) for x in keys)
-        return note_changes(not is_same), total.view(*MARK), results
+        return notes.add(is_same, *map(tuple, signature)), total.view(*MARK), results
 
     def look(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        trained = _have_gradient(graph, inputs)
-        labels = [_label(x, names) for x in inputs]
-        operations, refs = _operations(graph, labels)
-        mark = _mark(graph)
-        lines = []
+        looks.append(_have_gradient(graph, inputs))
+        before, operations, refs = _operations(graph, [_label(x, names) for x in inputs])
+        refs |= {node: _through(node, refs) for node in before}
+        mark, lines = _mark(graph), []
         for node in operations:
             if node is not mark:
                 lines.append(_line(node, refs))
                 refs[node] = len(lines) - 1
-        results = {refs[x] for x in _results(graph) if x is not mark}
-        found.append((trained, TracedLosses(frozenset(), lines, refs[mark.args[0]], results)))
+        results = {refs[x] for x in _results(graph) if isinstance(x, fx.Node) and x is not mark}
+        looks.append((lines, refs[mark.all_input_nodes[0]], results))
 
     if reason := _trace(losses, [minibatch], look):
         return reason
-    trained, traced = found[0]
-    if any(x in trained and x not in names for x in held):
-        return "the optimizer trains a tensor that is no parameter of a module of the loss"
-    if is_changed:
+    trained, found = looks
+    is_same, *keys = notes.last
+    if not is_same:
         return WRITES
-    return traced._replace(trained=frozenset(names[x] for x in trained if x in names))
+    if not trained <= names.keys() & {*held}:
+        return OTHER_GRADIENTS
+    lines, total, results = found
+    return TracedLosses(frozenset(names[x] for x in trained), lines, total, results, keys)
 
 
 def difference(
@@ -107,35 +112,48 @@ def difference(
     A graph has other tensors in place of the parameters: ``values`` for trained ones, and
     ``fixed``.
     """
-    holder, is_same = Holder(loss), False
+    holder, notes, is_same = _MarkedHolder(loss), _Notes(), False
     pairs = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
     places = {x: names[0] for x, names in pairs}
 
     def differentiate(minibatch: TensorDictBase, values: list[Tensor], fixed: list[Tensor]) -> Any:
-        function = differentiated(holder, Signature([], [], []), structure, fixed, minibatch, 1.0)
+        signature = Signature([], [], [])
+        function = differentiated(holder, signature, structure, fixed, minibatch, 1.0)
         gradients, (total, results) = function(values)
-        return total.view(*MARK), results, gradients
+        return notes.add(*map(tuple, signature)), total.view(*MARK), results, gradients
 
     def compare(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         nonlocal is_same
-        operations, labels = _operations(graph, [_label(x, places) for x in inputs])
-        for start in range(len(operations) - len(traced.lines) + 1):
-            refs = dict(labels)
-            for node in operations[:start]:  # of torch.func, as are those at the end
-                refs[node] = _through(node, refs)
-            for n, (line, node) in enumerate(zip(traced.lines, operations[start:], strict=False)):
-                if _line(node, refs) != line:
-                    break
-                refs[node] = n
-            else:
-                for node in operations[start + len(traced.lines) :]:
-                    refs[node] = _through(node, refs)
-                results = {refs[x] for x in _results(graph)}
-                is_same = refs[_mark(graph)] == traced.total and traced.results <= results
+        before, operations, refs = _operations(graph, [_label(x, places) for x in inputs])
+        for node in before:  # of torch.func, as are those after the losses
+            refs[node] = _through(node, refs)
+        size = len(traced.lines)
+        for n, (line, node) in enumerate(zip(traced.lines, operations, strict=False)):
+            if _line(node, refs) != line:
                 return
+            refs[node] = n
+        for node in operations[size:]:
+            refs[node] = _through(node, refs)
+        results = {refs[x] for x in _results(graph) if isinstance(x, fx.Node)}
+        is_same = refs[_mark(graph)] == traced.total and traced.results <= results
 
     reason = _trace(differentiate, (minibatch, values, fixed), compare)
+    is_same = is_same and list(notes.last) == traced.keys
     return reason if reason or is_same else OTHER_CODE
+
+
+class _Notes:
+    """Constants that code writes down while it is traced."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Any, ...] = ()
+
+        @torch.compiler.assume_constant_result
+        def add(*constants: Any) -> int:
+            self.last = constants
+            return 0
+
+        self.add = add
 
 
 def _trace(
@@ -144,11 +162,11 @@ def _trace(
     look: Callable[[fx.GraphModule, Sequence[Any]], None],
 ) -> str | None:
     """Look at the graph of a function and its inputs; return why there is none, or None."""
-    is_traced = False
+    looks, is_traced = [look], False
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         nonlocal is_traced
-        look(graph, inputs)
+        looks.pop()(graph, inputs)  # torch keeps each backend
         is_traced = True
         raise NoGraphError
 
@@ -158,6 +176,8 @@ def _trace(
         traced(*arguments, may_capture=True)
     except NoGraphError as error:
         return None if is_traced else str(error)
+    finally:
+        looks.clear()
     return "the losses compute nothing"
 
 
@@ -171,7 +191,7 @@ def _have_gradient(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[Tensor]:
             for x in fakes
         ]
         results = graph(*copies)
-        (total,) = (x for x in results if isinstance(x, Tensor) and x.ndim == len(MARK))
+        total = results[_results(graph).index(_mark(graph))]
         places = [n for n, x in enumerate(copies) if isinstance(x, Tensor) and x.requires_grad]
         given = [copies[n] for n in places] if total.requires_grad else []
         gradients = torch.autograd.grad(total, given, allow_unused=True) if given else ()
@@ -183,17 +203,20 @@ def _have_gradient(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[Tensor]:
 
 def _operations(
     graph: fx.GraphModule, labels: Sequence[Any]
-) -> tuple[list[fx.Node], dict[Any, Any]]:
-    """Return the operations of a graph in order, and its inputs with labels."""
-    nodes = list(graph.graph.nodes)
+) -> tuple[list[fx.Node], list[fx.Node], dict[fx.Node, Any]]:
+    """Return the operations before the loss, the others, and the inputs with labels."""
+    nodes = [node for node in graph.graph.nodes if node.op != "output"]
     inputs = [node for node in nodes if node.op == "placeholder"]
-    operations = [node for node in nodes if node.op not in ("placeholder", "output")]
-    return operations, dict(zip(inputs, labels, strict=True))
+    (start,) = (n for n, x in enumerate(nodes) if x.target is torch.empty and x.args == (MARK,))
+    before = [node for node in nodes[:start] if node.op != "placeholder"]
+    others = [node for node in nodes[start + 1 :] if node.op != "placeholder"]
+    return before, others, dict(zip(inputs, labels, strict=True))
 
 
-def _results(graph: fx.GraphModule) -> list[fx.Node]:
+def _results(graph: fx.GraphModule) -> list[Any]:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    return [x for x in output.args[0] if isinstance(x, fx.Node)]
+    results: Any = output.args[0]
+    return list(results)
 
 
 def _mark(graph: fx.GraphModule) -> fx.Node:
@@ -203,16 +226,13 @@ def _mark(graph: fx.GraphModule) -> fx.Node:
 
 def _label(x: Any, names: Mapping[Tensor, str]) -> Any:
     """Return the name of a parameter, or what another input is known by."""
-    if not isinstance(x, Tensor) or x in names:
-        return repr(names[x] if isinstance(x, Tensor) else x)
-    place = x.tolist() if x.numel() == 1 else x.data_ptr()  # of a number of numpy a new tensor
-    return "tensor", repr(place), x.shape, x.dtype
+    return repr(names.get(x, id(x))) if isinstance(x, Tensor) else repr(x)
 
 
 def _through(node: fx.Node, refs: Mapping[fx.Node, Any]) -> Any:
     """Return what an operation with one tensor is known by: that tensor; or the operation."""
     inputs = node.all_input_nodes
-    return refs[inputs[0]] if len(inputs) == 1 else node
+    return refs[inputs[0]] if len(inputs) == 1 else repr(_line(node, refs))
 
 
 def _line(node: fx.Node, refs: Mapping[fx.Node, Any]) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -329,6 +331,114 @@ def test_a_graph_with_other_operations_is_not_captured(kind: Any, reason: str):
             runs.append([step(data).to_dict(), data.to_dict(), [*step.loss.parameters()]])
         assert compile is False or reason in step.extra_repr()
     torch.testing.assert_close(runs[:4], runs[4:], rtol=0, atol=1e-12)
+
+
+class Asks(nn.Module):
+    """Scales by a weight, in operations that depend on whether it requires a gradient."""
+
+    on: Tensor
+    off: Tensor
+    square: Tensor
+
+    def __init__(self, scale: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.full((3,), 0.9)), scale
+        for name in ("on", "off"):
+            self.register_buffer(name, torch.ones(()))
+        self.register_buffer("square", torch.arange(9.0).view(3, 3) / 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self, x)
+
+
+def of_first_operation(layer: Any, x: Tensor) -> Tensor:
+    weight = layer.weight if layer.weight.requires_grad else layer.weight.detach()
+    return weight.exp() * x
+
+
+def of_buffers(layer: Any, x: Tensor) -> Tensor:
+    return x * layer.weight * (layer.on if layer.weight.requires_grad else layer.off)
+
+
+def of_strides(layer: Any, x: Tensor) -> Tensor:
+    square = layer.square if layer.weight.requires_grad else layer.square.t()
+    return (x * layer.weight) @ square
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize("scale", [of_first_operation, of_buffers, of_strides])
+def test_operations_that_depend_on_requires_grad(scale: Callable[..., Tensor]):
+    runs = []
+    for compile in (EAGER, False):
+        torch.manual_seed(0)
+        loss = Squares(nn.Sequential(layer := Asks(scale), nn.Linear(3, 1)).to(DTYPE))
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=0.03), compile=compile)
+        for number in range(4):
+            if number == 3:
+                layer.off.fill_(2.0)
+            step(minibatch(8, number))
+        runs.append([*step.loss.parameters()])
+    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+
+
+class Named(Squares):
+    def forward(self, minibatch: Any) -> TensorDict:
+        losses = super().forward(minibatch)
+        is_trained = next(self.parameters()).requires_grad
+        return losses.update({"trained" if is_trained else "frozen": torch.ones(())})
+
+
+class Outside(Squares):
+    """Has a gradient of a tensor that is not the optimizer's."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.others = [torch.ones((), dtype=DTYPE, requires_grad=True)]
+
+    def forward(self, minibatch: Any) -> TensorDict:
+        losses = super().forward(minibatch)
+        return losses.update({"loss_b": self.others[0] * losses["loss_a"]})
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize("kind", [Named, Outside])
+def test_names_of_outputs_and_gradients_of_other_tensors(kind: Any):
+    runs = []
+    for compile in (EAGER, False):
+        torch.manual_seed(0)
+        loss = kind(nn.Linear(3, 1).to(DTYPE))
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=0.03), compile=compile)
+        outputs = [step(minibatch(8, number)).to_dict() for number in range(3)]
+        runs.append((outputs, [x.grad for x in getattr(loss, "others", ())]))
+    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+
+
+def test_a_step_that_is_dropped_is_freed():
+    step = make_step(nn.Tanh(), EAGER)
+    for number in range(3):
+        step(minibatch(8, number))
+    assert "compiled" in step.extra_repr()
+    weight = weakref.ref(step.loss.network[0].weight)
+    del step
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.parametrize(("layer", "most"), [(Freezes(True), 2), (nn.Tanh(), 0)])
+def test_losses_are_traced_seldom(layer: Any, most: int, monkeypatch: pytest.MonkeyPatch):
+    """Of a flag that alternates, and where each step is skipped, so that there is no state."""
+    traces, trace = [], compiled.trace_losses
+    monkeypatch.setattr(compiled, "trace_losses", lambda *x: traces.append(1) or trace(*x))
+    step = make_step(layer, EAGER)
+    step.nonfinite = "skip"
+    for number in range(10):
+        data = minibatch(8, number)
+        if most:
+            layer.is_frozen = number % 2 == 0
+        else:
+            data["x"][0] = torch.nan
+        step(data)
+    assert len(traces) <= most + 1
 
 
 def checkpointed(layer: Any) -> Tensor:

@@ -89,7 +89,6 @@ RANGES: list[tuple[Callable[..., Any], str, Any, list[Any]]] = [
     (lambda **o: SequenceBatcher(4, **o), "burn_in", 2, [-1, 0.5, None]),
     (make_collector, "frames_per_batch", 16, [0, -8, 2.5]),
     (make_collector, "total_frames", 64, [0, -2, 1.5]),
-    (make_collector, "num_envs", 1, [0, -1, 1.5, None]),
     (make_collector, "trajs_per_batch", 2, [0, -1, 1.5]),
     (make_loss, "reduction", "sum", ["foo"]),
     (make_loss, "loss_critic_type", "l2", ["huber"]),

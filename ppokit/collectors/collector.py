@@ -167,8 +167,8 @@ class GymCollector(BaseCollector):
         self.observation_transform, self.postproc = observation_transform, postproc
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
-        self.frames_per_batch = frames_per_batch
         num_envs = whole().check(num_envs, "num_envs")
+        self.frames_per_batch = frames_per_batch
         whole_episodes = trajs_per_batch is not None
         check_options(
             observation_dtype,

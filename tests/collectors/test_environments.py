@@ -319,6 +319,13 @@ def test_bad_environments(options: dict[str, Any], message: str):
         collector_of(**{"frames_per_batch": 100} | options).rollout()
 
 
+def test_the_number_of_environments_cannot_be_set():
+    collector = collector_of()
+    with pytest.raises(AttributeError, match="num_envs"):
+        collector.num_envs = 4  # pyright: ignore[reportAttributeAccessIssue]
+    assert collector.num_envs == 2
+
+
 def test_a_list_of_vector_environments_raises():
     for make_env in ([Native(2), Native(2)], [partial(Native, 2)]):
         with pytest.raises(TypeError, match=r"a list of these|A list holds single environments"):

@@ -127,7 +127,7 @@ def check_time_is_last(tensordict: TensorDictBase, *, who: str) -> None:
         )
 
 
-def mask_key_of(loss: Any) -> NestedKey | None:
+def mask_key_of(loss: nn.Module) -> NestedKey | None:
     """Return the key of the mask of valid frames that a loss reads, or None if it reads none."""
     key = getattr(loss, "loss_mask_key", "auto")
     return MASK_KEY if key == "auto" else None if key is None else as_key(key)

@@ -308,7 +308,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
                 raise ValueError(f"{name!r} of parameter {number} is not finite, or below 0.")
 
 
-def refuse_torch_schedulers(optimizer: Any) -> None:
+def refuse_torch_schedulers(optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError if a scheduler of torch drives the learning rates of an optimizer."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise ValueError(

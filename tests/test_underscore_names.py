@@ -104,8 +104,6 @@ NAMESPACES = {
     "collectors/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
     "collectors/actor.py: actor.__dict__[name]": "likewise",
     "collectors/tensor_policy.py: vars(module)": "whether an instance replaces get_dist",
-    "objectives/coefficients.py: loss.__dict__.get('_buffers')": "coefficients without look-up",
-    "objectives/coefficients.py: loss.__dict__": "whether a coefficient is None",
     "rewards/normalizer.py: transform.__dict__.get('_container')": "Transform.container raises",
     "update/optimizers.py: vars(optimizer).get('step')": "whether a wrapper replaces step",
     "update/optimizers.py: vars(lr_scheduler)": "a scheduler's wrapper does nothing more",
@@ -114,7 +112,7 @@ NAMESPACES = {
 }
 #: Names that are put together.
 COMPOSED = {
-    "objectives/policy.py: f'{name}_params'": "torchrl's functional parameters of a network",
+    "objectives/dual_clip.py: f'{name}_params'": "torchrl's functional parameters of a network",
 }
 #: Texts of messages: the reason, and what happens when the text is another one.
 MESSAGES = {

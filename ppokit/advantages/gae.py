@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, dispatch
-from tensordict.utils import NestedKey, expand_as_right
+from tensordict.nn import TensorDictModule, dispatch, set_skip_existing
+from tensordict.nn import skip_existing as skip_existing_outputs
+from tensordict.utils import NestedKey, expand_as_right, unravel_key
 from torch import Tensor
+from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._calls import explain, shapes_of
@@ -18,20 +21,30 @@ from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
     as_key,
+    check_flags,
     check_shapes,
+    check_stored,
     check_trajectories,
     get_if_any,
     get_tensor,
     is_recurrent,
     last_valid_steps,
+    per_frame,
+    state_keys,
+    stored_keys,
     takes_tensordict,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
 from ppokit._state import WholeState, apply_without_cast
-from ppokit.advantages.values import of_agents, read_signals, values_of
+from ppokit.advantages.values import (
+    bootstrap_inputs,
+    check_finite,
+    of_agents,
+    unobserved_steps,
+)
 from ppokit.functional import gae
-from ppokit.functional._checks import check_range
+from ppokit.functional._checks import check_float, check_range
 
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
 _OF_AGENTS = (
@@ -210,7 +223,7 @@ class GAE(WholeState, TorchRLGAE):
             dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
         mask = self._mask(tensordict)
-        reward, done, terminated = read_signals(self, tensordict)
+        reward, done, terminated = self._signals(tensordict)
         gamma, lmbda = (x.to(reward.device, non_blocking=True) for x in (self.gamma, self.lmbda))
         steps = get_if_any(tensordict, keys.steps_to_next_obs)
         if steps is not None and steps.numel() == reward.numel():
@@ -219,9 +232,7 @@ class GAE(WholeState, TorchRLGAE):
         with torch.set_grad_enabled(self.differentiable):
             check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
             try:
-                value, next_value, kept = values_of(
-                    self, tensordict, params, target_params, dim, mask
-                )
+                value, next_value, kept = self._values(tensordict, params, target_params, dim, mask)
             except (KeyError, RuntimeError, ValueError) as error:
                 explain(error, "The value network", shapes_of(tensordict), self.value_network)
                 raise
@@ -232,7 +243,9 @@ class GAE(WholeState, TorchRLGAE):
                     f"shape {list(value.shape)}, and [*B, T, agents, 1] has -2. Leave it out for "
                     "one agent."
                 )
-            reward, done, terminated = of_agents(self, value, reward, done, terminated)
+            reward, done, terminated = of_agents(
+                value, reward, done, terminated, dim=self.agent_dim
+            )
             shapes: dict[NestedKey, Tensor] = {
                 keys.value: value,
                 ("next", keys.value): next_value,
@@ -241,7 +254,7 @@ class GAE(WholeState, TorchRLGAE):
                 ("next", keys.terminated): terminated,
             }
             if steps is not None:
-                (steps,) = of_agents(self, value, steps)
+                (steps,) = of_agents(value, steps, dim=self.agent_dim)
                 shapes[keys.steps_to_next_obs], gamma = steps, gamma**steps
             several = max(value.ndim, reward.ndim) > tensordict.ndim + 1
             check_shapes(shapes, fix=_OF_AGENTS if several else None)
@@ -264,6 +277,138 @@ class GAE(WholeState, TorchRLGAE):
             data = (reward, value, next_value, done, terminated)
             advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask
+
+    def _signals(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+        """Return reward, done and terminated of a batch."""
+        fix = "Collectors write it; other names are given with gae.set_keys(...)."
+        keys = self.tensor_keys
+        reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
+        done = get_tensor(tensordict, ("next", keys.done), fix=fix)
+        terminated = tensordict.get(("next", keys.terminated), done)
+        check_float(("next", keys.reward), reward)
+        check_flags(("next", keys.done), done)
+        check_flags(("next", keys.terminated), terminated)
+        return reward, done, terminated
+
+    def _values(
+        self,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None,
+        target_params: TensorDictBase | None,
+        dim: int,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return V(s_t), V(s_{t+1}), and which frames torchrl's budget keeps; None means all."""
+        key = self.tensor_keys.value
+        if not self.use_critic:
+            return *self._no_values(tensordict, dim, mask), None
+        if self.value_network is None:
+            fix = "There is no value_network to compute it: pass one, or store the values."
+            value = get_tensor(tensordict, key, fix=fix)
+            return value, get_tensor(tensordict, ("next", key), fix=fix), None
+        if is_recurrent(self.value_network):  # without a state it would start from zero, silently
+            following = [unravel_key(("next", key)) for key in state_keys(self.value_network)]
+            check_stored(tensordict, [*stored_keys(self.value_network), *following])
+            if dim != tensordict.ndim - 1:
+                raise ValueError(
+                    "Recurrent value networks run over the last dimension of a batch, and time is "
+                    f"dimension {dim} of {list(tensordict.batch_size)}: transpose the batch."
+                )
+        # A differentiable estimate passes gradients to its inputs, not to the value network.
+        is_held_out = self.differentiable and params is None and target_params is None
+        is_multi_step = get_if_any(tensordict, self.tensor_keys.steps_to_next_obs) is not None
+        with (
+            nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing),
+            hold_out_net(self.value_network) if is_held_out else nullcontext(),
+        ):
+            needs_two = self.shifted is not None or target_params is not None or is_multi_step
+            if not (needs_two or skip_existing_outputs()):
+                value, following = self._one_pass(tensordict, params, dim, mask)
+                terminated = self._ends_of_frames(tensordict)[1]
+                return value, following.masked_fill(expand_as_right(terminated, value), 0), None
+            params = None if params is None else params.detach()
+            if params is not None and target_params is None and not self.shifted:
+                target_params = params.clone(False)
+            return self._call_value_nets(
+                data=tensordict.copy(),
+                params=params,  # pyright: ignore[reportArgumentType]
+                next_params=target_params,  # pyright: ignore[reportArgumentType]
+                single_call=bool(self.shifted),
+                value_key=key,
+                detach_next=True,
+                vmap_randomness=str(self.vmap_randomness),
+            )
+
+    def _no_values(
+        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return zeros for V(s_t) and V(s_{t+1}), unless a step needs a value after it."""
+        keys = self.tensor_keys
+        reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
+        terminated = tensordict.get(("next", keys.terminated), done)
+        mask = None if mask is None else expand_as_right(mask, done)
+        alone = unobserved_steps(done, terminated, mask, dim)
+        if alone.any():
+            first = alone.nonzero()[0, : tensordict.ndim].tolist()
+            raise ValueError(
+                f"{int(alone.sum())} trajectories are truncated or go on after the batch, the "
+                f"first at step {first} of {list(tensordict.batch_size)}, and with "
+                "use_critic=False there is no value to bootstrap from. Collect whole episodes "
+                f"(trajs_per_batch=...) of an environment that sets {('next', keys.terminated)!r} "
+                "at its time limit, if it has one, or pass a value_network."
+            )
+        return torch.zeros_like(reward), torch.zeros_like(reward)
+
+    def _one_pass(
+        self,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None,
+        dim: int,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return V(s_t) and V(s_{t+1})."""
+        network: Any = self.value_network
+        parameters = nullcontext()
+        if params is not None:
+            parameters = params.detach().to_module(network, preserve_module_state=False)
+        with parameters:
+            inputs = tensordict.select(*network.in_keys, strict=False)
+            chunks = self._split_value_net_input(inputs)
+            value = self._evaluate(chunks, self.value_chunk_dim % inputs.ndim)
+            following = value.detach().roll(-1, dim)
+            alone = unobserved_steps(*self._ends_of_frames(tensordict), mask, dim)
+            # A graph does not know the number of these steps: it evaluates all next observations.
+            has_no_numbers = torch.compiler.is_compiling() or value.is_meta
+            steps = None if has_no_numbers else alone.nonzero(as_tuple=True)
+            if steps is None or len(steps[0]):
+                inputs = bootstrap_inputs(tensordict, steps, network)
+                own = self._evaluate(inputs.split(chunks[0].batch_size.numel()), 0)
+                own = own.detach().to(value.dtype)
+                if steps is None:
+                    alone = expand_as_right(alone, value)
+                    following = torch.where(alone, own.reshape(value.shape), following)
+                else:
+                    own = own.reshape(-1, *value.shape[tensordict.ndim :])
+                    ends = tensordict.get(("next", self.tensor_keys.terminated), None)
+                    check_finite(own, steps, ends)
+                    following[steps] = own
+        return value, following
+
+    def _evaluate(self, chunks: Sequence[TensorDictBase], dim: int) -> Tensor:
+        fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
+        key, network = self.tensor_keys.value, self.value_network
+        assert network is not None
+        # a network may work in place, and the batch is the user's
+        values = [get_tensor(network(chunk.clone()), key, fix=fix) for chunk in chunks]
+        return values[0] if len(values) == 1 else torch.cat(values, dim)
+
+    def _ends_of_frames(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return which frames are done, and which terminate, ``[*B, T]``."""
+        keys = self.tensor_keys
+        done = tensordict.get(("next", keys.done))
+        terminated = tensordict.get(("next", keys.terminated), done)
+        # With several agents, each that is not terminated needs the value after the step.
+        return per_frame(done, tensordict.ndim), ~per_frame(~terminated, tensordict.ndim)
 
     @staticmethod
     def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore

@@ -52,9 +52,15 @@ def check_arguments(coefficients: Mapping[str, Any]) -> None:
                 check_coefficient(name, number)
 
 
-def check_can_be_set(loss: Any, name: str, value: Any) -> None:
-    """Raise if a coefficient is set that the loss was built without, or out of range."""
-    buffers = loss.__dict__.get("_buffers", {})
+def check_can_be_set(name: str, value: Any, attributes: Mapping[str, Any]) -> None:
+    """Raise if a coefficient is set that a loss was built without, or out of range.
+
+    Args:
+        name: name of the coefficient.
+        value: the value to set.
+        attributes: the namespace of the loss.
+    """
+    buffers = attributes.get("_buffers", {})
     if value is None:  # torchrl's constructor sets those that are absent
         if name in ("clip_epsilon", "entropy_coeff") and buffers.get(name) is not None:
             raise ValueError(f"{name} must be a number: build another loss without the term.")
@@ -67,7 +73,7 @@ def check_can_be_set(loss: Any, name: str, value: Any) -> None:
                 "entropy_coeff is one coefficient for each head here: schedule "
                 '("entropy_coeff", head), or write to loss.head_entropy_coeff.'
             )
-        if name in loss.__dict__ or (name in buffers and buffers[name] is None):
+        if name in attributes or (name in buffers and buffers[name] is None):
             raise AttributeError(
                 f"{name} was None (or 0) when the loss was built, so its term is absent. Give it a "
                 "value at construction."

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
 from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictSequential,
@@ -19,21 +26,28 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit._calls import explain, hooks_in, outside_of_graphs, shapes_of
+from ppokit._calls import call, explain, hooks_in, outside_of_graphs, shapes_of
 from ppokit._checks import choice, whole
 from ppokit._keys import (
+    TRAJ_KEY,
     as_key,
     breaks_graphs,
     check_own_states,
+    check_stored,
+    check_trajectories,
     get_if_any,
+    get_tensor,
     key_list,
     key_parts,
+    per_frame,
     stored_keys,
     takes_tensordict,
+    time_dim,
 )
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
-from ppokit.functional import kl_estimate
+from ppokit.functional import clipped_critic_loss, kl_estimate
+from ppokit.functional._checks import check_float, check_same_shape
 from ppokit.functional.distributions import Categorical, Normal
 from ppokit.objectives import policy, terms
 from ppokit.objectives.coefficients import (
@@ -43,7 +57,12 @@ from ppokit.objectives.coefficients import (
     check_coefficient,
     check_names,
 )
-from ppokit.objectives.minibatch import read_minibatch, valid_mask
+from ppokit.objectives.minibatch import (
+    check_advantage,
+    check_entries,
+    fill_padding,
+    valid_mask,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,6 +154,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     critic_loss_clip: Tensor | None
     kl_coeff: Tensor | None
     clip_epsilon: Tensor
+    clip_value: Tensor | None
+    max_importance_ratio: Tensor | None
     critic_coeff: Tensor
     entropy_coeff: Tensor
 
@@ -233,13 +254,15 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             raise
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        minibatch, advantage, mask = read_minibatch(self, tensordict)
+        minibatch, advantage, mask = self._read(tensordict)
         head = None if self.kl_coeff is None else policy.last_module(self.actor_network)
         old = None if head is None else policy.stored_parameters(head, minibatch)
-        ndim = advantage.ndim - 1
-        log_ratio, dist, correction, of_heads = policy.log_ratios(self, minibatch, ndim)
-        advantage = policy.expanded_advantage(self, advantage, log_ratio)
-        mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
+        names = self.tensor_keys
+        log_ratio, dist, correction, of_heads = self._log_ratios(minibatch, advantage.ndim - 1)
+        advantage = policy.expanded_advantage(
+            advantage, log_ratio, key=names.advantage, of_ratio=names.sample_log_prob
+        )
+        mask = None if mask is None else self._mask(minibatch, log_ratio)
         bounds, upper = self._clip_bounds, self.dual_clip
         upper = None if upper is None else upper.to(log_ratio.dtype).log()
         objective = terms.clipped_loss(log_ratio, correction, advantage, *bounds, upper)
@@ -250,9 +273,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             if is_tensor_collection(entropy):
                 found["composite_entropy"] = entropy.detach()
             found["entropy"] = terms.mean(terms.total_entropy(entropy).detach(), mask)
-            losses["loss_entropy"] = terms.entropy_loss(self, entropy)
+            coefficients = self.entropy_coeff, self._entropy_coeff_map
+            losses["loss_entropy"] = terms.entropy_loss(entropy, *coefficients)
         if self.kl_coeff is not None:
-            kl = terms.kl_penalty(self, head, old, minibatch, log_ratio)
+            kl = terms.kl_penalty(head, old, minibatch, self.kl_coeff, log_ratio)
             losses["loss_kl"] = self.kl_coeff * kl
         if self.critic_coeff is not None:  # last: it writes to the minibatch
             losses["loss_critic"], clipped, explained = self.loss_critic(minibatch)
@@ -263,7 +287,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             found |= terms.policy_diagnostics(log_ratio, advantage, bounds, upper, mask, ratio)
         for name, term in losses.items():
             of_team = mask is not None and mask.shape != term.shape
-            own = valid_mask(self, minibatch, term) if of_team else mask
+            own = self._mask(minibatch, term) if of_team else mask
             losses[name] = terms.reduce(term, own, self.reduction)
         out = TensorDict(losses | {key: x for key, x in found.items() if x is not None})
         for key, x in of_heads.items():
@@ -272,12 +296,190 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             out.set(("composite_kl", *parents, name.removesuffix("_log_prob") + "_kl"), kl)
         return out
 
-    loss_critic = terms.loss_critic  # pyright: ignore[reportAssignmentType]
+    # -- the minibatch ---------------------------------------------------------
+
+    def _read(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor, Tensor | None]:
+        """Return a copy that networks may write to, its padding harmless; advantage; mask."""
+        if 0 in tensordict.batch_size:
+            raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
+        check_stored(tensordict, stored_keys(self.actor_network, self.critic_network))
+        if isinstance(tensordict, LazyStackedTensorDict):  # torchrl would transpose its entries
+            tensordict = tensordict.contiguous()
+        minibatch, names = tensordict.clone(False), self.tensor_keys
+        read = [*key_list(names.action), *key_list(names.sample_log_prob)]
+        check_entries(minibatch, read, names.sample_log_prob)
+        advantage = self._advantage(minibatch)
+        mask = self._mask(minibatch, advantage)
+        if mask is not None:
+            minibatch.set(names.advantage, advantage)
+            # Episode starts in the padding of a sequence would slow a recurrent network down.
+            kept = {"is_init", *map(as_key, self._loss_mask_keys())}
+            keys_to_fill = [key for key in self.entries(minibatch) if key not in kept]
+            fill_padding(minibatch, per_frame(mask, minibatch.ndim), keys_to_fill)
+            advantage = minibatch.get(names.advantage)
+        return minibatch, advantage, mask
+
+    def _advantage(self, minibatch: TensorDictBase) -> Tensor:
+        key = self.tensor_keys.advantage
+        advantage: Any = minibatch.get(key, None, as_padded_tensor=True)  # pyright: ignore
+        is_estimated_here = advantage is None
+        if is_estimated_here:
+            self._estimate_advantage(minibatch)
+            advantage = minibatch.get(key)
+        check_advantage(advantage, key, minibatch.batch_size)
+        if not self.normalize_advantage and self.advantage_norm is None:
+            return advantage
+        return self._maybe_normalize_advantage(advantage, minibatch, update_norm=is_estimated_here)
+
+    def _estimate_advantage(self, minibatch: TensorDictBase) -> None:
+        """Write the advantage of torchrl's value estimator into a batch in time order."""
+        names = self.tensor_keys
+        if self.critic_network is None or minibatch.get(("next", names.reward), None) is None:
+            raise KeyError(
+                f"{names.advantage!r} is not in the batch, and without a critic and a reward it "
+                "cannot be computed. Call GAE on the batch first, or loss.set_keys(advantage=...)."
+            )
+        advice = "Call GAE on the collected batch, before it is shuffled."
+        who = f"{names.advantage!r} is not in the batch. {advice} To estimate it, "
+        dim, done = (
+            time_dim(minibatch, who=who + type(self).__name__),
+            minibatch.get(("next", names.done)),
+        )
+        check_trajectories(minibatch, done, dim, mask=None, key=TRAJ_KEY)
+        parameters = self.critic_network_params.detach() if self.functional else None
+        targets = self.target_critic_network_params
+        self.value_estimator(minibatch, params=parameters, target_params=targets)
+
+    def _mask(self, minibatch: TensorDictBase, like: Tensor) -> Tensor | None:
+        """Return the mask of valid frames in the shape of a tensor, or None if there is none."""
+        return valid_mask(minibatch, map(as_key, self._loss_mask_keys()), like)
+
+    # -- policy and critic -----------------------------------------------------
+
+    def _parameters_of(self, name: str, parameters: Any = None) -> AbstractContextManager[Any]:
+        """Return a context in which a network has the parameters of the loss.
+
+        If the critic's loss is separate, parameters that it shares with the actor are constants.
+        """
+        network = getattr(self, name)
+        if self.functional:
+            if parameters is None:
+                parameters = getattr(self, f"{name}_params")
+            return parameters.to_module(network, preserve_module_state=False)
+        if name == "critic_network" and self.separate_losses:
+            of_actor = {id(parameter) for parameter in self.actor_network.parameters()}
+            if any(id(parameter) in of_actor for parameter in network.parameters()):
+                shared: Any = TensorDict.from_module(network)
+                # Without buffers: a value that a module assigns to one would be lost.
+                shared = shared.apply(lambda p: p.detach() if id(p) in of_actor else None)
+                return shared.to_module(network)
+        return nullcontext()
+
+    def _distribution(self, minibatch: TensorDictBase, parameters: Any = None) -> Any:
+        """Return the distribution of the policy, by formula if it is known.
+
+        The networks write to the minibatch. A functional loss may call the actor with
+        ``parameters``.
+        """
+        actor: Any = self.actor_network
+        head = policy.last_module(actor)
+        with self._parameters_of("actor_network", parameters):
+            if head is None:
+                return actor.get_dist(minibatch)
+            entries = call(list(actor.module)[:-1], minibatch)
+            known, key = policy.known_distribution(head, entries), self.tensor_keys.action
+            if known is not None and not isinstance(key, list):
+                action: Any = minibatch.get(key)
+                if isinstance(action, Tensor) and known.scores(action):
+                    return known
+            return head.get_dist(entries)
+
+    def _log_ratios(
+        self, minibatch: TensorDictBase, ndim: int
+    ) -> tuple[Tensor, Any, Tensor | None, dict[NestedKey, Tensor]]:
+        r"""Return the log-ratio on which the clipping acts, and the distribution that it is of.
+
+        .. math:: d = \log \pi_{new}(a|s) - \log \pi_{prox}(a|s), \qquad
+            correction = \log \pi_{prox}(a|s) - \log \pi_{old}(a|s)
+
+        The proximal policy is the delayed actor if there is one (Hilton et al., 2022,
+        arXiv:2110.00641), and otherwise the policy that collected the data. With
+        ``max_importance_ratio`` the correction is lowered until d + correction is in range. B has
+        ``ndim`` dimensions; the actor's networks write to the minibatch.
+
+        Returns:
+            d ``[*B, 1]``, the distribution of the policy, the correction ``[*B, 1]`` or None, and
+            the log-ratio of each head ``[*B]``, if log-probabilities of heads are stored.
+        """
+        keys = self.tensor_keys.sample_log_prob
+        names = {"log_prob_key": keys, "action_key": self.tensor_keys.action}
+        old: Any = minibatch.select(*keys) if isinstance(keys, list) else minibatch.get(keys)
+        new, distribution, _ = self._get_cur_log_prob(minibatch)
+        proximal, correction = old, None
+        if self.delay_actor:
+            with torch.no_grad():
+                parameters = self.target_actor_network_params
+                proximal, *_ = self._get_cur_log_prob(minibatch, params=parameters)
+                of_heads = policy.log_ratios(proximal, old, ndim, **names)
+                correction = reduce(torch.add, of_heads.values()).unsqueeze(-1)
+        of_heads = policy.log_ratios(new, proximal, ndim, **names)
+        log_ratio = reduce(torch.add, of_heads.values()).unsqueeze(-1)
+        if self.max_importance_ratio is not None:
+            largest = self.max_importance_ratio.log() - log_ratio.detach()
+            correction = largest.clamp(max=0) if correction is None else correction.minimum(largest)
+        if self.delay_actor or None in of_heads:
+            of_heads = {}
+        return log_ratio, distribution, correction, of_heads
+
+    def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return each frame's critic loss (coefficient applied), clip fraction, explained variance.
+
+        Args:
+            tensordict: with the critic's inputs and the value target. The critic writes to it.
+        """
+        names = self.tensor_keys
+        minibatch = tensordict.detach() if self.separate_losses else tensordict
+        fix = "GAE and the other value estimators write it; see loss.set_keys()."
+        target, old_value = get_tensor(minibatch, names.value_target, fix=fix), None
+        check_float(repr(names.value_target), target)
+        if self.clip_value is not None:
+            fix = "clip_value needs the value at collection, which GAE stores; see loss.set_keys()."
+            old_value = get_tensor(minibatch, names.value, fix=fix)
+        with self._parameters_of("critic_network"):
+            predicted = call([self.critic_network], minibatch)
+        value = get_tensor(predicted, names.value, fix="The critic does not write it; set_keys().")
+        target, value, old_value = self._critic_loss_inputs(target, value, old_value)
+        if value.shape != target.shape:
+            of_value, of_target = f"the value {names.value!r}", f"the target {names.value_target!r}"
+            check_same_shape({of_value: value, of_target: target})
+        losses = clipped_critic_loss(
+            value,
+            target,
+            old_value=old_value,
+            clip_value=self.clip_value,
+            loss_clip=self.critic_loss_clip,
+            kind=self.loss_critic_type,
+        )
+        mask, clipped, explained = self._mask(minibatch, value), None, None
+        with torch.no_grad():
+            if old_value is not None and self.clip_value is not None:
+                moved = value - old_value
+                is_clipped = moved != moved.clamp(-self.clip_value, self.clip_value)
+                clipped = terms.mean(is_clipped, mask, value.dtype)
+            if self.log_explained_variance:
+                explained = terms.explained_variance(value, target, mask)
+        if self.critic_coeff is not None:
+            losses = terms.scaled(self.critic_coeff, losses)
+        return losses, clipped, explained
+
+    # -- hooks of torchrl ------------------------------------------------------
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: a value head must not read its outputs.
         given = tensordict if params is None else tensordict.copy()
-        dist: Any = policy.distribution_of(self, given, params)
+        dist = self._distribution(given, params)
         key: Any = self.tensor_keys.action
         is_composite = isinstance(dist, CompositeDistribution)
         of_heads = is_composite or isinstance(key, list)
@@ -296,7 +498,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def _maybe_normalize_advantage(
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
     ) -> Tensor:
-        mask, group = valid_mask(self, tensordict, advantage), resolve_group(self.group)
+        mask, group = self._mask(tensordict, advantage), resolve_group(self.group)
         # Also with a single frame, if other ranks wait for its part.
         is_own = group is not None or (mask is not None and advantage.numel() > 1)
         if not (self.normalize_advantage and is_own):
@@ -322,7 +524,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._all_schedulable_buffers:
-            check_can_be_set(self, name, value)
+            check_can_be_set(name, value, vars(self))
         super().__setattr__(name, value)
 
     def check_state(self, state: Mapping[str, Any]) -> None:

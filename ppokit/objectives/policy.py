@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
 from typing import Any
 
 import torch
@@ -14,12 +12,12 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
 )
-from tensordict.utils import NestedKey, expand_as_right
+from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
-from ppokit._calls import call, overridden
+from ppokit._calls import overridden
 from ppokit._keys import as_key, get_if_any, key_parts
 from ppokit.functional.distributions import (
     Categorical,
@@ -42,25 +40,6 @@ def last_module(actor: Any) -> Any:
         and overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) is None
     )
     return list(actor.module)[-1] if is_plain else None
-
-
-def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None) -> Any:
-    """Return the distribution of the policy, by formula if it is known.
-
-    The networks write to the minibatch. A functional loss may call the actor with ``parameters``.
-    """
-    actor = loss.actor_network
-    head = last_module(actor)
-    with parameters_of(loss, "actor_network", parameters):
-        if head is None:
-            return actor.get_dist(minibatch)
-        entries = call(list(actor.module)[:-1], minibatch)
-        known, key = known_distribution(head, entries), loss.tensor_keys.action
-        if known is not None and not isinstance(key, list):
-            action: Any = minibatch.get(key)
-            if isinstance(action, Tensor) and known.scores(action):
-                return known
-        return head.get_dist(entries)
 
 
 def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
@@ -92,64 +71,9 @@ def check_action(key: Any, action: Tensor, size: torch.Size) -> None:
         )
 
 
-def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractContextManager[Any]:
-    """Return a context in which a network has the parameters of the loss.
-
-    If the critic's loss is separate, parameters that it shares with the actor are constants.
-    """
-    network = getattr(loss, name)
-    if loss.functional:
-        if parameters is None:
-            parameters = getattr(loss, f"{name}_params")
-        return parameters.to_module(network, preserve_module_state=False)
-    if name == "critic_network" and loss.separate_losses:
-        of_actor = {id(parameter) for parameter in loss.actor_network.parameters()}
-        if any(id(parameter) in of_actor for parameter in network.parameters()):
-            shared: Any = TensorDict.from_module(network)
-            # Without buffers: a value that a module assigns to one would be lost.
-            shared = shared.apply(lambda p: p.detach() if id(p) in of_actor else None)
-            return shared.to_module(network)
-    return nullcontext()
-
-
 def log_ratios(
-    loss: Any, minibatch: TensorDictBase, ndim: int
-) -> tuple[Tensor, Any, Tensor | None, dict[NestedKey, Tensor]]:
-    r"""Return the log-ratio on which the clipping acts, and the distribution that it is of.
-
-    .. math:: d = \log \pi_{new}(a|s) - \log \pi_{prox}(a|s), \qquad
-        correction = \log \pi_{prox}(a|s) - \log \pi_{old}(a|s)
-
-    The proximal policy is the delayed actor if there is one (Hilton et al., 2022,
-    arXiv:2110.00641), and otherwise the policy that collected the data. With
-    ``max_importance_ratio`` the correction is lowered until d + correction is in range. B has
-    ``ndim`` dimensions; the actor's networks write to the minibatch.
-
-    Returns:
-        d ``[*B, 1]``, the distribution of the policy, the correction ``[*B, 1]`` or None, and the
-        log-ratio of each head ``[*B]``, if log-probabilities of heads are stored.
-    """
-    keys = loss.tensor_keys.sample_log_prob
-    old: Any = minibatch.select(*keys) if isinstance(keys, list) else minibatch.get(keys)
-    new, distribution, _ = loss._get_cur_log_prob(minibatch)
-    proximal, correction = old, None
-    if loss.delay_actor:
-        with torch.no_grad():
-            parameters = loss.target_actor_network_params
-            proximal, *_ = loss._get_cur_log_prob(minibatch, params=parameters)
-            of_heads = _differences(loss, proximal, old, ndim)
-            correction = reduce(torch.add, of_heads.values()).unsqueeze(-1)
-    of_heads = _differences(loss, new, proximal, ndim)
-    log_ratio = reduce(torch.add, of_heads.values()).unsqueeze(-1)
-    if loss.max_importance_ratio is not None:
-        largest = loss.max_importance_ratio.log() - log_ratio.detach()
-        correction = largest.clamp(max=0) if correction is None else correction.minimum(largest)
-    if loss.delay_actor or None in of_heads:
-        of_heads = {}
-    return log_ratio, distribution, correction, of_heads
-
-
-def _differences(loss: Any, new: Any, old: Any, ndim: int) -> dict[Any, Tensor]:
+    new: Any, old: Any, ndim: int, *, log_prob_key: Any, action_key: Any
+) -> dict[Any, Tensor]:
     """Return the log-ratio ``[*B]`` of each head, or that of all heads together under None."""
     if isinstance(new, Tensor) or isinstance(old, Tensor):
         new, old = (
@@ -161,10 +85,10 @@ def _differences(loss: Any, new: Any, old: Any, ndim: int) -> dict[Any, Tensor]:
         pairs = {key: (new.get(key), x) for key, x in old.items(True, True)}
     for key, (x, stored) in pairs.items():
         if x.shape != stored.shape:
-            key = loss.tensor_keys.sample_log_prob if key is None else key
+            key = log_prob_key if key is None else key
             raise ValueError(
                 f"{key!r} has shape {list(stored.shape)}, but the policy's log-probability of the "
-                f"action {loss.tensor_keys.action!r} has shape {list(x.shape)}: the two would "
+                f"action {action_key!r} has shape {list(x.shape)}: the two would "
                 "broadcast into an outer product over samples. They are one number a frame, "
                 "without a trailing dimension: use .squeeze(-1), or return_log_prob=True."
             )
@@ -173,15 +97,18 @@ def _differences(loss: Any, new: Any, old: Any, ndim: int) -> dict[Any, Tensor]:
     return {key: sum_of_heads([x - stored], ndim) for key, (x, stored) in pairs.items()}
 
 
-def expanded_advantage(loss: Any, advantage: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return the advantage in the shape of the log-ratio ``[*B, 1]``; a team's is its agents'."""
+def expanded_advantage(advantage: Tensor, log_ratio: Tensor, *, key: Any, of_ratio: Any) -> Tensor:
+    """Return the advantage in the shape of the log-ratio ``[*B, 1]``; a team's is its agents'.
+
+    ``key`` and ``of_ratio`` are the keys of advantage and log-probability.
+    """
     if advantage.shape[:-1] == log_ratio.shape[:-1]:  # of several objectives [*B, K]
         return advantage
-    keys, size = loss.tensor_keys, advantage.shape[:-1]
+    size = advantage.shape[:-1]
     if log_ratio.shape[: len(size)] != size:
         raise ValueError(
-            f"{keys.sample_log_prob!r} has shape {list(log_ratio.shape[:-1])}, and "
-            f"{keys.advantage!r} {list(advantage.shape)}: it must be [*B, agents, 1] or [*B, 1]."
+            f"{of_ratio!r} has shape {list(log_ratio.shape[:-1])}, and "
+            f"{key!r} {list(advantage.shape)}: it must be [*B, agents, 1] or [*B, 1]."
         )
     return expand_as_right(advantage.squeeze(-1), log_ratio)
 

@@ -6,20 +6,19 @@ Without a valid frame the diagnostics are as for a policy that has not moved.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._calls import call
-from ppokit._keys import as_key, get_tensor, key_parts
-from ppokit.functional import _checks, clipped_critic_loss, kl_estimate, masked_std
-from ppokit.functional._checks import check_float, check_same_shape
+from ppokit._keys import as_key, key_parts
+from ppokit.functional import _checks, kl_estimate, masked_std
 from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
-from ppokit.objectives.minibatch import valid_mask
-from ppokit.objectives.policy import exact_kl, parameters_of
+from ppokit.objectives.policy import exact_kl
 
 
 def clipped_loss(
@@ -56,14 +55,15 @@ def _is_read_as_nonzero(number: Tensor) -> bool:
         return False
 
 
-def entropy_loss(loss: Any, entropy: Any) -> Tensor:
+def entropy_loss(
+    entropy: Any, coefficient: Tensor, coefficients: Mapping[NestedKey, Tensor] | None
+) -> Tensor:
     """Return the negative entropy ``[*B, 1]``, times the coefficient of each head if it has one.
 
     ``entropy`` is ``[*B, 1]``, or a TensorDict with that of each head.
     """
-    coefficients = loss._entropy_coeff_map
     if coefficients is None:
-        return scaled(-loss.entropy_coeff, total_entropy(entropy))
+        return scaled(-coefficient, total_entropy(entropy))
     of_heads = {} if isinstance(entropy, Tensor) else dict(entropy.items(True, True))
     terms = []
     for key, value in of_heads.items():
@@ -89,10 +89,9 @@ def total_entropy(entropy: Any) -> Tensor:
 
 
 def kl_penalty(
-    loss: Any, head: Any, old: Any, minibatch: TensorDictBase, log_ratio: Tensor
+    head: Any, old: Any, minibatch: TensorDictBase, coefficient: Tensor, log_ratio: Tensor
 ) -> Tensor:
     """Return KL(old || new) ``[*B, 1]``: exact if the old parameters are known, or k3."""
-    coefficient: Any = loss.kl_coeff
     if old is not None:
         new = {key: minibatch.get(key) for key in old}
         kl = exact_kl(head, old, new, coefficient, log_ratio.shape[:-1])
@@ -100,51 +99,6 @@ def kl_penalty(
             return kl
     # Masked before the exponential, so that no 0 * inf is in the gradient either.
     return kl_estimate(torch.where(coefficient == 0, torch.zeros_like(log_ratio), log_ratio))
-
-
-def loss_critic(
-    loss: Any, tensordict: TensorDictBase
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return each frame's critic loss (coefficient applied), clip fraction, explained variance.
-
-    Args:
-        loss: the :class:`DualClipPPOLoss`.
-        tensordict: with the critic's inputs and the value target. The critic writes to it.
-    """
-    keys = loss.tensor_keys
-    minibatch = tensordict.detach() if loss.separate_losses else tensordict
-    fix = "GAE and the other value estimators write it; see loss.set_keys()."
-    target, old_value = get_tensor(minibatch, keys.value_target, fix=fix), None
-    check_float(repr(keys.value_target), target)
-    if loss.clip_value is not None:
-        fix = "clip_value needs the value at collection, which GAE stores; see loss.set_keys()."
-        old_value = get_tensor(minibatch, keys.value, fix=fix)
-    with parameters_of(loss, "critic_network"):
-        predicted = call([loss.critic_network], minibatch)
-    value = get_tensor(predicted, keys.value, fix="The critic does not write it; set_keys().")
-    target, value, old_value = loss._critic_loss_inputs(target, value, old_value)
-    if value.shape != target.shape:
-        of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
-        check_same_shape({of_value: value, of_target: target})
-    losses = clipped_critic_loss(
-        value,
-        target,
-        old_value=old_value,
-        clip_value=loss.clip_value,
-        loss_clip=loss.critic_loss_clip,
-        kind=loss.loss_critic_type,
-    )
-    mask, clipped, explained = valid_mask(loss, minibatch, value), None, None
-    with torch.no_grad():
-        if old_value is not None and loss.clip_value is not None:
-            moved = value - old_value
-            is_clipped = moved != moved.clamp(-loss.clip_value, loss.clip_value)
-            clipped = mean(is_clipped, mask, value.dtype)
-        if loss.log_explained_variance:
-            explained = explained_variance(value, target, mask)
-    if loss.critic_coeff is not None:
-        losses = scaled(loss.critic_coeff, losses)
-    return losses, clipped, explained
 
 
 def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
+from torch import nn
 
 from ppokit._checks import choice
 from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, valid_mask
@@ -26,7 +27,7 @@ class ShuffledMinibatches:
     #: steps of the minibatches so far that are padding, and all steps, where there is any
     padded: tuple[float, float] | None = None
 
-    def __init__(self, loss: Any, *, shuffle: bool, generator: torch.Generator) -> None:
+    def __init__(self, loss: nn.Module, *, shuffle: bool, generator: torch.Generator) -> None:
         self.loss, self.shuffle, self.generator = loss, shuffle, generator
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -92,7 +93,12 @@ class SequenceMinibatches(ShuffledMinibatches):
     """
 
     def __init__(
-        self, batcher: SequenceBatcher, loss: Any, *, shuffle: bool, generator: torch.Generator
+        self,
+        batcher: SequenceBatcher,
+        loss: nn.Module,
+        *,
+        shuffle: bool,
+        generator: torch.Generator,
     ) -> None:
         super().__init__(loss, shuffle=shuffle, generator=generator)
         self.batcher = batcher

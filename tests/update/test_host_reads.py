@@ -92,7 +92,7 @@ def update_twice(
     for batch in batches:
         with counted() as found:
             statistics.append(update(batch))
-        transfers.append([x for x in found if "modules.py" not in x])  # the recurrent networks
+        transfers.append([x for x in found if "recurrent.py" not in x])  # the recurrent networks
     return statistics, transfers, [p.detach().as_subclass(torch.Tensor) for p in loss.parameters()]
 
 

@@ -276,12 +276,11 @@ def make_envs(
                         f"Environment {i} has {name} {space}, and environment 0 has {expected}. "
                         "Wrap them to have the same."
                     )
-            envs = [gym_env(x).unwrapped for x in wrappers]
-            if any(env is envs[i] for env in envs[:i]):
-                raise ValueError(
-                    f"make_env has returned one environment twice, for row {i} and a row before: "
-                    "each row needs its own. Make a new one in each call."
-                )
+        if len({id(gym_env(x).unwrapped) for x in wrappers}) < len(wrappers):
+            raise ValueError(
+                "make_env returned one environment twice, and each row needs its own. Make a new "
+                "one in each call."
+            )
     except BaseException:
         SerialEnvs(wrappers).close()
         raise

@@ -340,11 +340,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
                 "cannot be computed. Call GAE on the batch first, or loss.set_keys(advantage=...)."
             )
         advice = "Call GAE on the collected batch, before it is shuffled."
-        who = f"{names.advantage!r} is not in the batch. {advice} To estimate it, "
-        dim, done = (
-            time_dim(minibatch, who=who + type(self).__name__),
-            minibatch.get(("next", names.done)),
-        )
+        kind = type(self).__name__
+        who = f"{names.advantage!r} is not in the batch. {advice} To estimate it, {kind}"
+        dim, done = time_dim(minibatch, who=who), minibatch.get(("next", names.done))
         check_trajectories(minibatch, done, dim, mask=None, key=TRAJ_KEY)
         parameters = self.critic_network_params.detach() if self.functional else None
         targets = self.target_critic_network_params

@@ -65,8 +65,8 @@ def trace_losses(
         parameters: the trainable parameters of the loss, each with its names.
         held: the parameters of the optimizer.
     """
-    names, notes, looks = {p: names[0] for names, p in parameters}, _Notes(), list[Any]()
-    holder = _MarkedHolder(loss)
+    names, notes = {p: names[0] for names, p in parameters}, _Notes()
+    holder, trained, found = _MarkedHolder(loss), set[Tensor](), list[Any]()
 
     def losses(minibatch: TensorDictBase) -> Any:
         batch, signature = minibatch.copy(), Signature([], [], [])
@@ -76,7 +76,7 @@ def trace_losses(
         return notes.add(is_same, *map(tuple, signature)), total.view(*MARK), results
 
     def look(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        looks.append(_have_gradient(graph, inputs))
+        trained.update(_have_gradient(graph, inputs))
         before, operations, refs = _operations(graph, [_label(x, names) for x in inputs])
         refs |= {node: _through(node, refs) for node in before}
         mark, lines = _mark(graph), []
@@ -85,18 +85,16 @@ def trace_losses(
                 lines.append(_line(node, refs))
                 refs[node] = len(lines) - 1
         results = {refs[x] for x in _results(graph) if isinstance(x, fx.Node) and x is not mark}
-        looks.append((lines, refs[mark.all_input_nodes[0]], results))
+        found.extend((lines, refs[mark.all_input_nodes[0]], results))
 
     if reason := _trace(losses, [minibatch], look):
         return reason
-    trained, found = looks
     is_same, *keys = notes.last
     if not is_same:
         return WRITES
     if not trained <= names.keys() & {*held}:
         return OTHER_GRADIENTS
-    lines, total, results = found
-    return TracedLosses(frozenset(names[x] for x in trained), lines, total, results, keys)
+    return TracedLosses(frozenset(names[x] for x in trained), *found, keys=keys)
 
 
 def difference(

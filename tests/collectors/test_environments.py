@@ -307,7 +307,7 @@ DIFFERENT = [Wander, partial(Wander, actions="box")]
     [
         ({"make_env": DIFFERENT}, r"Environment 1 has action_space Box.* environment 0 has"),
         ({"make_env": [], "num_envs": 1}, "make_env is an empty list"),
-        ({"make_env": lambda: ONE}, "returned one environment twice, for row 1"),
+        ({"make_env": lambda: ONE}, "returned one environment twice"),
         ({"make_env": [Wander]}, "make_env holds 1 environments, and num_envs is 2"),
         ({"make_env": Native(2), "num_envs": 3}, "holds 2 environments, and num_envs is 3"),
         ({"make_env": Native(2, AutoresetMode.DISABLED)}, r"mode .*DISABLED.* Make it with"),

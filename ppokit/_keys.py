@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit.functional._checks import check_bool, check_same_shape
+from ppokit._checks import check_bool, check_same_shape
 
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")

@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from ppokit import _checks
 from ppokit._checks import Checked
 from ppokit._keys import as_key
-from ppokit.functional import _checks
 
 if TYPE_CHECKING:
     _Module = nn.Module

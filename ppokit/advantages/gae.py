@@ -16,7 +16,7 @@ from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._calls import explain, shapes_of
-from ppokit._checks import choice
+from ppokit._checks import check_float, check_range, choice
 from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
@@ -44,7 +44,6 @@ from ppokit.advantages.values import (
     unobserved_steps,
 )
 from ppokit.functional import gae
-from ppokit.functional._checks import check_float, check_range
 
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
 _OF_AGENTS = (

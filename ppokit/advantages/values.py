@@ -10,13 +10,13 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor
 
+from ppokit import _checks
 from ppokit._keys import (
     is_init,
     is_recurrent,
     last_valid_steps,
     state_keys,
 )
-from ppokit.functional import _checks
 
 
 def of_agents(value: Tensor, *signals: Tensor, dim: int | None) -> tuple[Tensor, ...]:

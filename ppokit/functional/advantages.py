@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppokit.functional._checks import (
+from ppokit._checks import (
     at_least_float32,
     check_bool,
     check_float,
     check_range,
     check_same_shape,
 )
-from ppokit.kernels import fused, operator
+from ppokit.kernels import fused_gae, fused_scan, operator
 
 _DISCOUNT = "returns would grow without bound, or change sign at every step."
 
@@ -60,7 +60,7 @@ def linear_scan(
         tensor([2.7500, 3.5000, 5.0000])
     """
     if isinstance(decay, Tensor):
-        y = fused.linear_scan(x, decay, initial, reverse, dim)
+        y = fused_scan(x, decay, initial, reverse, dim)
         if y is not None:
             return y
     check_float("x", x)
@@ -186,7 +186,7 @@ def gae(
         >>> advantage.squeeze(-1)
         tensor([1.7500, 1.5000, 1.0000])
     """
-    result = fused.gae(reward, value, next_value, done, terminated, gamma, lmbda, dim)
+    result = fused_gae(reward, value, next_value, done, terminated, gamma, lmbda, dim)
     if result is not None:
         return result
     floats = {"reward": reward, "value": value, "next_value": next_value}

@@ -75,7 +75,7 @@ typedef struct Exchange {
 
 enum { CPU = 1, FLOAT = 2, BOOL = 6 }; /* DLDeviceType and DLDataTypeCode */
 
-/* The tuple that fused.py passes. */
+/* The tuple that __init__.py passes. */
 enum { TYPE, EXCHANGE, IS_NEG, REQUIRES_GRAD, CONTIGUOUS, EMPTY_LIKE };
 
 static int is_true(PyObject *reference)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ppokit import kernels
-from ppokit.kernels import fused
 
 _library = torch.library.Library("ppokit", "DEF")
 _library.define(
@@ -35,7 +34,7 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
 
 
 def _run(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
-    y = fused.linear_scan(x, decay, initial, reverse, dim)
+    y = kernels.fused_scan(x, decay, initial, reverse, dim)
     return _scan_in_torch(x, decay, initial, reverse, dim) if y is None else y
 
 

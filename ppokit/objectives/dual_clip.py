@@ -27,7 +27,7 @@ from torch.distributions import Distribution
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import call, explain, hooks_in, outside_of_graphs, shapes_of
-from ppokit._checks import choice, whole
+from ppokit._checks import check_float, check_same_shape, choice, whole
 from ppokit._keys import (
     TRAJ_KEY,
     as_key,
@@ -47,7 +47,6 @@ from ppokit._keys import (
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
 from ppokit.functional import clipped_critic_loss, kl_estimate
-from ppokit.functional._checks import check_float, check_same_shape
 from ppokit.functional.distributions import Categorical, Normal
 from ppokit.objectives import policy, terms
 from ppokit.objectives.coefficients import (

@@ -10,8 +10,8 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
+from ppokit._checks import check_bool, check_float
 from ppokit._keys import get_if_any, missing_entry
-from ppokit.functional._checks import check_bool, check_float
 
 BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher
 _OF_POLICY = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."

@@ -14,8 +14,9 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit import _checks
 from ppokit._keys import as_key, key_parts
-from ppokit.functional import _checks, kl_estimate, masked_std
+from ppokit.functional import kl_estimate, masked_std
 from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
 from ppokit.objectives.policy import exact_kl

@@ -9,8 +9,8 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
+from ppokit._checks import check_bool, check_float
 from ppokit._keys import as_key, check_shapes, get_tensor, key_parts, missing_entry
-from ppokit.functional._checks import check_bool, check_float
 
 _FIX = "Environments and collectors write it; other names are given at construction."
 _ENDS = (

@@ -15,6 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from ppokit import _checks
 from ppokit._checks import choice, positive
 from ppokit._compiling import capturing
 from ppokit._keys import as_key, check_tensordict, mask_key_of, valid_mask
@@ -28,7 +29,6 @@ from ppokit._state import (
     state_dict_of,
 )
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
-from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.update.checks import (
     check_arguments,

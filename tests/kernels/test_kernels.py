@@ -21,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ppokit import kernels
 from ppokit.functional import gae, linear_scan, reversed_discounted_returns
-from ppokit.kernels import fused
 from tests import reference
 from tests.functional.strategies import Layout, assert_matches, layouts
 
@@ -273,15 +272,15 @@ def declined():
 
 @pytest.mark.parametrize("x", [pytest.param(x, id=name) for name, x in declined()])
 def test_other_tensors_take_the_torch_kernel(x):
-    assert fused.linear_scan(x, x, None, False, -2) is None
-    assert fused.gae(x, x, x, x, x, 0.9, 0.9, -2) is None
+    assert kernels.fused_scan(x, x, None, False, -2) is None
+    assert kernels.fused_gae(x, x, x, x, x, 0.9, 0.9, -2) is None
 
 
 @native
 def test_wrong_arguments_are_left_to_the_checks():
     reward, value, next_value, done, terminated = gae_inputs(2, 3, 1)
     good = [reward, value, next_value, done, terminated, 0.9, 0.9, -2]
-    assert fused.gae(*good) is not None
+    assert kernels.fused_gae(*good) is not None
     for position, bad in [
         (0, reward.double()),
         (1, value[:, :2]),
@@ -304,9 +303,9 @@ def test_wrong_arguments_are_left_to_the_checks():
         (7, 1.0),
     ]:
         arguments = [*good[:position], bad, *good[position + 1 :]]
-        assert fused.gae(*arguments) is None, (position, bad)
+        assert kernels.fused_gae(*arguments) is None, (position, bad)
     for initial in (torch.ones(1, 1), torch.ones(2, 3, 1), torch.ones(2), torch.ones(())):
-        assert fused.linear_scan(reward, value, initial, False, -2) is None
+        assert kernels.fused_scan(reward, value, initial, False, -2) is None
 
 
 @native
@@ -317,23 +316,23 @@ def test_calls_keep_no_reference():
     wrong = [*gae_inputs(2, 40, 1)[:4], torch.ones(2, 40, 1)]
     initial = torch.ones(2, 1)
     for inputs in (good, copied, wrong):
-        before = [sys.getrefcount(x) for x in (*inputs, initial, None, *fused._TORCH)]
+        before = [sys.getrefcount(x) for x in (*inputs, initial, None, *kernels._TORCH)]
         for _ in range(50):
-            fused.gae(*inputs, 0.9, 0.9, -2)
-            fused.linear_scan(inputs[0], inputs[1], initial, True, -2)
-            fused.linear_scan(inputs[0], inputs[3], None, True, -2)
-        after = [sys.getrefcount(x) for x in (*inputs, initial, None, *fused._TORCH)]
+            kernels.fused_gae(*inputs, 0.9, 0.9, -2)
+            kernels.fused_scan(inputs[0], inputs[1], initial, True, -2)
+            kernels.fused_scan(inputs[0], inputs[3], None, True, -2)
+        after = [sys.getrefcount(x) for x in (*inputs, initial, None, *kernels._TORCH)]
         assert all(abs(x - y) < 10 for x, y in zip(before, after, strict=True))
 
 
 @native
 def test_without_recording_a_gradient_is_no_hindrance():
     inputs = gae_inputs(2, 9, 1)
-    expected = fused.gae(*inputs, 0.9, 0.9, -2)
+    expected = kernels.fused_gae(*inputs, 0.9, 0.9, -2)
     inputs[1].requires_grad_()
-    assert fused.gae(*inputs, 0.9, 0.9, -2) is None
+    assert kernels.fused_gae(*inputs, 0.9, 0.9, -2) is None
     with torch.no_grad():
-        found = fused.gae(*inputs, 0.9, 0.9, -2)
+        found = kernels.fused_gae(*inputs, 0.9, 0.9, -2)
     assert found is not None
     assert expected is not None
     for x, y in zip(found, expected, strict=True):
@@ -356,14 +355,14 @@ def test_an_exchange_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPa
     api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    current = api.PyCapsule_GetPointer(fused._TORCH[1], name)
+    current = api.PyCapsule_GetPointer(kernels._TORCH[1], name)
     inputs = gae_inputs(2, 9, 1)
     expected = gae(*inputs, gamma=0.9, lmbda=0.9)
     for previous in (None, current):
         header = Header(2, 0, previous)
         capsule = api.PyCapsule_New(ctypes.addressof(header), name, None)
-        monkeypatch.setattr(fused, "_TORCH", (fused._TORCH[0], capsule, *fused._TORCH[2:]))
-        assert (fused.gae(*inputs, 0.9, 0.9, -2) is None) == (previous is None)
+        monkeypatch.setattr(kernels, "_TORCH", (kernels._TORCH[0], capsule, *kernels._TORCH[2:]))
+        assert (kernels.fused_gae(*inputs, 0.9, 0.9, -2) is None) == (previous is None)
         torch.testing.assert_close(gae(*inputs, gamma=0.9, lmbda=0.9), expected)
 
 

@@ -16,6 +16,7 @@ from ppokit._checks import check_bool, check_same_shape
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
 VERSION_KEY = "policy_version"
+BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
 
 as_key: Callable[[NestedKey], NestedKey] = unravel_key  # the canonical form of a key
 

@@ -173,11 +173,6 @@ def _marked(state: Any) -> Any:
     return state
 
 
-def write_count(x: Tensor) -> int:
-    """Return how often a tensor was written in place; 0 for inference tensors."""
-    return 0 if x.is_inference() else x._version
-
-
 @contextmanager
 def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
     """Restore states and random numbers at the end of a trial forward pass."""

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, dispatch, set_skip_existing
 from tensordict.nn import skip_existing as skip_existing_outputs
 from tensordict.utils import NestedKey, expand_as_right, unravel_key
@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
+from ppokit import _checks
 from ppokit._calls import explain, shapes_of
 from ppokit._checks import check_float, check_range, choice
 from ppokit._keys import (
@@ -27,6 +28,7 @@ from ppokit._keys import (
     check_trajectories,
     get_if_any,
     get_tensor,
+    is_init,
     is_recurrent,
     last_valid_steps,
     per_frame,
@@ -37,12 +39,6 @@ from ppokit._keys import (
 )
 from ppokit._keys import time_dim as find_time_dim
 from ppokit._state import WholeState, apply_without_cast
-from ppokit.advantages.values import (
-    bootstrap_inputs,
-    check_finite,
-    of_agents,
-    unobserved_steps,
-)
 from ppokit.functional import gae
 
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
@@ -242,7 +238,7 @@ class GAE(WholeState, TorchRLGAE):
                     f"shape {list(value.shape)}, and [*B, T, agents, 1] has -2. Leave it out for "
                     "one agent."
                 )
-            reward, done, terminated = of_agents(
+            reward, done, terminated = _of_agents(
                 value, reward, done, terminated, dim=self.agent_dim
             )
             shapes: dict[NestedKey, Tensor] = {
@@ -253,7 +249,7 @@ class GAE(WholeState, TorchRLGAE):
                 ("next", keys.terminated): terminated,
             }
             if steps is not None:
-                (steps,) = of_agents(value, steps, dim=self.agent_dim)
+                (steps,) = _of_agents(value, steps, dim=self.agent_dim)
                 shapes[keys.steps_to_next_obs], gamma = steps, gamma**steps
             several = max(value.ndim, reward.ndim) > tensordict.ndim + 1
             check_shapes(shapes, fix=_OF_AGENTS if several else None)
@@ -346,7 +342,7 @@ class GAE(WholeState, TorchRLGAE):
         reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
         terminated = tensordict.get(("next", keys.terminated), done)
         mask = None if mask is None else expand_as_right(mask, done)
-        alone = unobserved_steps(done, terminated, mask, dim)
+        alone = _unobserved_steps(done, terminated, mask, dim)
         if alone.any():
             first = alone.nonzero()[0, : tensordict.ndim].tolist()
             raise ValueError(
@@ -375,12 +371,12 @@ class GAE(WholeState, TorchRLGAE):
             chunks = self._split_value_net_input(inputs)
             value = self._evaluate(chunks, self.value_chunk_dim % inputs.ndim)
             following = value.detach().roll(-1, dim)
-            alone = unobserved_steps(*self._ends_of_frames(tensordict), mask, dim)
+            alone = _unobserved_steps(*self._ends_of_frames(tensordict), mask, dim)
             # A graph does not know the number of these steps: it evaluates all next observations.
             has_no_numbers = torch.compiler.is_compiling() or value.is_meta
             steps = None if has_no_numbers else alone.nonzero(as_tuple=True)
             if steps is None or len(steps[0]):
-                inputs = bootstrap_inputs(tensordict, steps, network)
+                inputs = _bootstrap_inputs(tensordict, steps, network)
                 own = self._evaluate(inputs.split(chunks[0].batch_size.numel()), 0)
                 own = own.detach().to(value.dtype)
                 if steps is None:
@@ -389,7 +385,7 @@ class GAE(WholeState, TorchRLGAE):
                 else:
                     own = own.reshape(-1, *value.shape[tensordict.ndim :])
                     ends = tensordict.get(("next", self.tensor_keys.terminated), None)
-                    check_finite(own, steps, ends)
+                    _check_finite(own, steps, ends)
                     following[steps] = own
         return value, following
 
@@ -439,3 +435,72 @@ class GAE(WholeState, TorchRLGAE):
 
     def _apply(self, fn: Any, recurse: bool = True) -> GAE:
         return apply_without_cast(self, super()._apply, fn, recurse)
+
+
+def _of_agents(value: Tensor, *signals: Tensor, dim: int | None) -> tuple[Tensor, ...]:
+    """Return signals of the team ``[*B, T, 1]`` for each agent of a value ``[*B, T, A, 1]``."""
+    if value.ndim < 2 or all(x.ndim == value.ndim for x in signals):
+        return signals
+    dim = -2 if dim is None else dim
+    of_one = value.select(dim, 0).shape
+    return tuple(x.unsqueeze(dim).expand_as(value) if x.shape == of_one else x for x in signals)
+
+
+def _check_finite(own: Tensor, steps: tuple[Tensor, ...], ends: Tensor | None) -> None:
+    """Raise, on the CPU, where a value that a step bootstraps from is not finite.
+
+    ``ends`` are the frames that terminate, of all frames.
+    """
+    if not _checks.reads_are_free(own.device) or own.isfinite().all():
+        return
+    ends, bad = None if ends is None else ends[steps], ~own.isfinite()
+    if ends is not None and ends.shape == bad.shape:
+        bad &= ~ends  # an agent that is terminated does not bootstrap
+    bad = bad.flatten(1).any(1)
+    if bad.any():
+        raise ValueError(
+            f"The value of the next observation is NaN or infinite after {int(bad.sum())} steps "
+            "that bootstrap from it (the last of a row, or truncated), the first at "
+            f"{[int(index[bad][0]) for index in steps]}. Return the true final observation from "
+            "the environment; with torchrl's NextStateReconstructor, collect with "
+            "compact_obs=False."
+        )
+
+
+def _unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim: int) -> Tensor:
+    """Return True where the observation after t is not that at t+1, and its value counts."""
+    if mask is not None:
+        return mask & ~terminated & (done | last_valid_steps(mask, dim))
+    ends = done.clone()
+    ends.select(dim, -1).fill_(True)
+    return ends & ~terminated
+
+
+def _bootstrap_inputs(
+    tensordict: TensorDictBase, steps: tuple[Tensor, ...] | None, network: TensorDictModule
+) -> TensorDictBase:
+    """Return the value network's inputs after the steps of an index, flat, or (None) after all."""
+    batch_size = tensordict.batch_size if steps is None else steps[0].shape
+    following, inputs = tensordict.get("next"), TensorDict({}, batch_size)
+    states = state_keys(network) if is_recurrent(network) else []
+    observed = False
+    for key in network.in_keys:
+        before, after = tensordict.get(key, None), following.get(key, None)
+        # Inputs that no step changes (a task id, say) need not be repeated under "next".
+        found = before if after is None else after
+        if found is None:
+            continue
+        observed |= after is not None and key not in states
+        found = found if steps is None else found[steps]
+        inputs.set(key, found)
+    if not observed and not inputs.is_empty():
+        raise KeyError(
+            f"None of the value network's inputs {network.in_keys} is under 'next', and "
+            f"{inputs.numel()} steps bootstrap from their own next observation. Collect with "
+            "compact_obs=False."
+        )
+    if is_recurrent(network):  # sequences of one step, which go on from the state before it
+        inputs = inputs.unsqueeze(-1)
+        for key in filter(is_init, network.in_keys):
+            inputs.set(key, torch.zeros_like(inputs.get(key)))
+    return inputs

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from traceback import extract_tb
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from tensordict.utils import NestedKey
 from torchrl.collectors import Collector
 
-from ppokit._calls import explain
 from ppokit._checks import check_device
 from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.normalization import updated_parts
-from ppokit.collectors.spaces import Leaf
 
 # Values that describe GymCollector; None, False, 0, -1 and {} turn an argument off.
 _ACCEPTED = {
@@ -134,24 +129,3 @@ def check_keys(
                 f"observation_transform write. There is: {', '.join(sorted(map(str, there)))}. "
                 "(A recurrent module declares its states by make_tensordict_primer().)"
             )
-
-
-_ENVIRONMENTS = str(Path(__file__).with_name("environments.py"))
-
-
-@contextmanager
-def errors_explained(policy: Any, leaves: Collection[Leaf], num_envs: int) -> Iterator[None]:
-    """Explain torch's errors where a policy cannot take the observations."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if any(x.filename == _ENVIRONMENTS for x in extract_tb(error.__traceback__)):
-            raise  # of an environment
-        fix = (
-            "Pass observation_dtype=, for floating-point observations, observation_transform="
-            "ObservationNormalizer(shape), or use gymnasium's DtypeObservation. A mask must be "
-            "bool: declare it as Box(0, 1, shape, np.bool_), or write mask.bool()."
-        )
-        given = {leaf.key: ([num_envs, *leaf.shape], leaf.dtype) for leaf in leaves}
-        explain(error, "The policy", given, policy, of_dtypes=fix)
-        raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
+from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,8 @@ from tensordict.utils import NestedKey
 from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from ppokit._calls import explain
 from ppokit._keys import version_of, write_policy_version
-from ppokit.collectors.arguments import errors_explained
 from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.environments import Envs, VectorEnvs
@@ -25,14 +27,20 @@ from ppokit.collectors.policies import CollectorPolicy
 from ppokit.collectors.spaces import Actions, Leaf, gym_env, observation_leaves
 
 BLOCK_BITS = 36
+_ENVIRONMENTS = str(Path(__file__).with_name("environments.py"))
+_OF_DTYPES = (
+    "Pass observation_dtype=, for floating-point observations, observation_transform="
+    "ObservationNormalizer(shape), or use gymnasium's DtypeObservation. A mask must be "
+    "bool: declare it as Box(0, 1, shape, np.bool_), or write mask.bool()."
+)
 _blocks = SimpleNamespace(used=0)  # how many collectors of this process have ids
 
 
 def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int:
     """Return the first trajectory id of a collector that starts now.
 
-    The collectors of one process have 2**36 ids each, from 0 on. In a worker's ids, 12 bits are its
-    number, 27 the second of its start (they repeat after four years), and 24 count trajectories.
+    Without workers, each collector of a process has 2**36 ids, from 0 on. The layout of a worker's
+    ids: worker (12 bits), start time in seconds (27, which repeat after four years), counter (24).
     """
     if worker_idx is None:
         _blocks.used += 1
@@ -124,15 +132,21 @@ class Episodes:
         updates_transform: bool,
     ) -> tuple[TensorDictBase, int]:
         """Return a batch ``[num_envs, steps]``, and how many of its frames belong to an episode."""
-        counting = updated_parts(transform) if updates_transform else ()
+        counts = updates_transform and transform is not None
+        counting = updated_parts(transform) if counts else ()
         if self.are_over:
             self.begin()
         record = self._record(steps)
         version = version_of(policy)  # shared weights may change under way
-        explained = errors_explained(policy, self.leaves, self._num_envs)
-        with explained, set_exploration_type(exploration_type):
-            self.policy.begin(policy, transform, exploration_type)
-            transformed, written = self._act(record)
+        try:
+            with set_exploration_type(exploration_type):
+                self.policy.begin(policy, transform, exploration_type)
+                transformed, written = self._act(record)
+        except (RuntimeError, ValueError) as error:
+            if not any(x.filename == _ENVIRONMENTS for x in extract_tb(error.__traceback__)):
+                given = {x.key: ([self._num_envs, *x.shape], x.dtype) for x in self.leaves}
+                explain(error, "The policy", given, policy, of_dtypes=_OF_DTYPES)
+            raise
         self._start = [rows[-1].clone() for rows in record.observed]
         ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
         batch = assemble_batch(record, transform, transformed, written, ids, self._device)

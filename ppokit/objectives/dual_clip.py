@@ -21,14 +21,15 @@ from tensordict.nn import (
     composite_lp_aggregate,
     dispatch,
 )
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import call, explain, hooks_in, outside_of_graphs, shapes_of
-from ppokit._checks import check_float, check_same_shape, choice, whole
+from ppokit._checks import check_bool, check_float, check_same_shape, choice, whole
 from ppokit._keys import (
+    BURN_IN_KEY,
     TRAJ_KEY,
     as_key,
     breaks_graphs,
@@ -39,6 +40,7 @@ from ppokit._keys import (
     get_tensor,
     key_list,
     key_parts,
+    missing_entry,
     per_frame,
     stored_keys,
     takes_tensordict,
@@ -48,7 +50,7 @@ from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.functional.distributions import Categorical, Normal
-from ppokit.objectives import policy, terms
+from ppokit.objectives import terms
 from ppokit.objectives.coefficients import (
     FLOATS,
     check_arguments,
@@ -56,15 +58,11 @@ from ppokit.objectives.coefficients import (
     check_coefficient,
     check_names,
 )
-from ppokit.objectives.minibatch import (
-    check_advantage,
-    check_entries,
-    fill_padding,
-    valid_mask,
-)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_OF_POLICY = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
 
 
 class DualClipPPOLoss(WholeState, ClipPPOLoss):
@@ -188,7 +186,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             name: float(x) for name, x in kwargs.items() if name in FLOATS and type(x) is int
         }
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
-        head = policy.last_module(self.actor_network)
+        head = terms.last_module(self.actor_network)
         if getattr(head, "distribution_class", None) is CompositeDistribution:
             keys = {"action": head.dist_sample_keys}  # torchrl reads the first head, or none
             if not composite_lp_aggregate():
@@ -254,11 +252,11 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         minibatch, advantage, mask = self._read(tensordict)
-        head = None if self.kl_coeff is None else policy.last_module(self.actor_network)
-        old = None if head is None else policy.stored_parameters(head, minibatch)
+        head = None if self.kl_coeff is None else terms.last_module(self.actor_network)
+        old = None if head is None else terms.stored_parameters(head, minibatch)
         names = self.tensor_keys
         log_ratio, dist, correction, of_heads = self._log_ratios(minibatch, advantage.ndim - 1)
-        advantage = policy.expanded_advantage(
+        advantage = terms.expanded_advantage(
             advantage, log_ratio, key=names.advantage, of_ratio=names.sample_log_prob
         )
         mask = None if mask is None else self._mask(minibatch, log_ratio)
@@ -305,8 +303,13 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         if isinstance(tensordict, LazyStackedTensorDict):  # torchrl would transpose its entries
             tensordict = tensordict.contiguous()
         minibatch, names = tensordict.clone(False), self.tensor_keys
-        read = [*key_list(names.action), *key_list(names.sample_log_prob)]
-        check_entries(minibatch, read, names.sample_log_prob)
+        for key in (*key_list(names.action), *key_list(names.sample_log_prob)):
+            if (entry := minibatch.get(key, None)) is None:
+                raise missing_entry(minibatch, key, _OF_POLICY)
+            if key == names.sample_log_prob and isinstance(entry, Tensor):
+                check_float(repr(key), entry)
+            if entry.requires_grad:
+                raise ValueError(f"{key!r} of the batch requires a gradient; detach() it.")
         advantage = self._advantage(minibatch)
         mask = self._mask(minibatch, advantage)
         if mask is not None:
@@ -314,7 +317,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             # Episode starts in the padding of a sequence would slow a recurrent network down.
             kept = {"is_init", *map(as_key, self._loss_mask_keys())}
             keys_to_fill = [key for key in self.entries(minibatch) if key not in kept]
-            fill_padding(minibatch, per_frame(mask, minibatch.ndim), keys_to_fill)
+            _fill_padding(minibatch, per_frame(mask, minibatch.ndim), keys_to_fill)
             advantage = minibatch.get(names.advantage)
         return minibatch, advantage, mask
 
@@ -325,7 +328,15 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         if is_estimated_here:
             self._estimate_advantage(minibatch)
             advantage = minibatch.get(key)
-        check_advantage(advantage, key, minibatch.batch_size)
+        shape = list(advantage.shape)
+        if advantage.shape == minibatch.batch_size:
+            raise ValueError(
+                f"The advantage {key!r} has shape {shape}, the shape of the batch, without the "
+                "trailing dimension. Use advantage.unsqueeze(-1)."
+            )
+        check_float(repr(key), advantage)
+        if not advantage.numel():
+            raise ValueError(f"{key!r} has shape {shape}: it has no number of a frame.")
         if not self.normalize_advantage and self.advantage_norm is None:
             return advantage
         return self._maybe_normalize_advantage(advantage, minibatch, update_norm=is_estimated_here)
@@ -349,7 +360,20 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     def _mask(self, minibatch: TensorDictBase, like: Tensor) -> Tensor | None:
         """Return the mask of valid frames in the shape of a tensor, or None if there is none."""
-        return valid_mask(minibatch, map(as_key, self._loss_mask_keys()), like)
+        if get_if_any(minibatch, BURN_IN_KEY) is not None:
+            raise ValueError(
+                f"The minibatch holds {BURN_IN_KEY!r}: frames of burn-in, which the loss would "
+                "take for padding. Give it batcher.refresh(minibatch, actor, critic)."
+            )
+        found: Tensor | None = None
+        for key in map(as_key, self._loss_mask_keys()):
+            if (mask := get_if_any(minibatch, key)) is not None:
+                check_bool(key, mask)
+                while mask.ndim > like.ndim and mask.shape[-1] == 1:
+                    mask = mask.squeeze(-1)
+                mask = expand_as_right(mask, like)
+                found = mask if found is None else found & mask
+        return found
 
     # -- policy and critic -----------------------------------------------------
 
@@ -379,12 +403,12 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         ``parameters``.
         """
         actor: Any = self.actor_network
-        head = policy.last_module(actor)
+        head = terms.last_module(actor)
         with self._parameters_of("actor_network", parameters):
             if head is None:
                 return actor.get_dist(minibatch)
             entries = call(list(actor.module)[:-1], minibatch)
-            known, key = policy.known_distribution(head, entries), self.tensor_keys.action
+            known, key = terms.known_distribution(head, entries), self.tensor_keys.action
             if known is not None and not isinstance(key, list):
                 action: Any = minibatch.get(key)
                 if isinstance(action, Tensor) and known.scores(action):
@@ -417,9 +441,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             with torch.no_grad():
                 parameters = self.target_actor_network_params
                 proximal, *_ = self._get_cur_log_prob(minibatch, params=parameters)
-                of_heads = policy.log_ratios(proximal, old, ndim, **names)
+                of_heads = terms.log_ratios(proximal, old, ndim, **names)
                 correction = reduce(torch.add, of_heads.values()).unsqueeze(-1)
-        of_heads = policy.log_ratios(new, proximal, ndim, **names)
+        of_heads = terms.log_ratios(new, proximal, ndim, **names)
         log_ratio = reduce(torch.add, of_heads.values()).unsqueeze(-1)
         if self.max_importance_ratio is not None:
             largest = self.max_importance_ratio.log() - log_ratio.detach()
@@ -484,7 +508,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         heads = dist.dists.items() if is_composite else [] if of_heads else [(key, dist)]
         for name, head in heads:
             if isinstance(head, Distribution):
-                policy.check_action(name, given.get(name), head.batch_shape + head.event_shape)
+                terms.check_action(name, given.get(name), head.batch_shape + head.event_shape)
         return dist.log_prob(action), dist, is_composite
 
     def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
@@ -537,3 +561,25 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             if name.startswith(there):
                 return here + name.removeprefix(there)
         return name
+
+
+def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> None:
+    """Replace the entries of masked frames by a copy of the first valid frame, in place.
+
+    The gradient of padding is 0, but 0 * NaN is NaN, and a matrix product spreads it to every
+    parameter. Without a valid frame, numbers that are not finite become finite.
+    """
+    valid_frame, any_valid = mask.flatten().int().argmax().reshape(1), mask.any()
+
+    def fill(x: Tensor) -> Tensor:
+        frame = x.flatten(0, mask.ndim - 1).index_select(0, valid_frame)
+        if x.dtype is not torch.bool:
+            harmless = frame.nan_to_num() if x.is_floating_point() else torch.zeros_like(frame)
+            frame = torch.where(any_valid, frame, harmless)
+        keep = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+        return torch.where(keep, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
+
+    for key in keys:
+        entry: Any = minibatch.get(key)
+        filled = fill(entry) if isinstance(entry, Tensor) else entry.contiguous().apply(fill)
+        minibatch.set(key, filled)

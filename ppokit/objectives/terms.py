@@ -1,6 +1,7 @@
-"""Terms of the loss for each frame, their reductions, and diagnostics, over the valid frames.
+"""The terms of the loss for each frame, their reductions, and diagnostics, over the valid frames.
 
-Without a valid frame the diagnostics are as for a policy that has not moved.
+First the policy: its distribution, the log-ratios of the actions, and the exact KL. Without a valid
+frame the diagnostics are as for a policy that has not moved.
 """
 
 from __future__ import annotations
@@ -10,16 +11,175 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+)
+from tensordict.utils import NestedKey, expand_as_right
+from torch import Tensor, nn
+from torch import distributions as d
+from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit import _checks
-from ppokit._keys import as_key, key_parts
+from ppokit._calls import overridden
+from ppokit._keys import as_key, get_if_any, key_parts
 from ppokit.functional import kl_estimate, masked_std
-from ppokit.functional.distributions import sum_of_heads
+from ppokit.functional.distributions import (
+    Categorical,
+    KnownDistribution,
+    Normal,
+    find_family,
+    sum_of_heads,
+)
 from ppokit.functional.surrogates import clip_log_ratio
-from ppokit.objectives.policy import exact_kl
+
+_OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
+_DTYPES = (torch.float32, torch.float64)
+
+
+def last_module(actor: Any) -> Any:
+    """Return the module that makes the distribution, or None if the actor does so itself."""
+    is_plain = (
+        isinstance(actor, ProbabilisticTensorDictSequential)
+        and isinstance(actor.module, nn.ModuleList)
+        and not actor.return_composite
+        and overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) is None
+    )
+    return list(actor.module)[-1] if is_plain else None
+
+
+def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
+    """Return the known distribution that a module makes of these entries, or None."""
+    if not isinstance(head, ProbabilisticTensorDictModule):
+        return None
+    names = [key if isinstance(key, str) else str(key[-1]) for key in head.dist_keys]
+    family = find_family(head.distribution_class, head.distribution_kwargs, names)
+    if isinstance(family, str) or overridden(head, ProbabilisticTensorDictModule, ("get_dist",)):
+        return None
+    by_name = dict(zip(names, head.in_keys, strict=True))
+    first, *others = (entries.get(by_name[name], None) for name in family.names)
+    if not isinstance(first, Tensor) or not first.ndim or first.dtype not in _DTYPES:
+        return None
+    for name, x in zip(family.names[1:], others, strict=True):
+        dtype = torch.bool if name == "mask" else first.dtype
+        if not isinstance(x, Tensor) or x.dtype is not dtype or x.shape != first.shape:
+            return None
+    return family(first, *others)
+
+
+def check_action(key: Any, action: Tensor, size: torch.Size) -> None:
+    """Raise a ValueError for an action that would broadcast to the ``size`` of a distribution."""
+    pairs = list(zip(action.shape, size, strict=False))
+    if action.ndim == len(size) and any(x == 1 < y for x, y in pairs):
+        raise ValueError(
+            f"{as_key(key)!r} has shape {list(action.shape)}, and the policy's actions have "
+            f"{list(size)}: the action would broadcast. Store each action as the policy returns it."
+        )
+
+
+def log_ratios(
+    new: Any, old: Any, ndim: int, *, log_prob_key: Any, action_key: Any
+) -> dict[Any, Tensor]:
+    """Return the log-ratio ``[*B]`` of each head, or that of all heads together under None."""
+    if isinstance(new, Tensor) or isinstance(old, Tensor):
+        new, old = (
+            x if isinstance(x, Tensor) else sum_of_heads(x.values(True, True), ndim)
+            for x in (new, old)
+        )
+        pairs = {None: (new, old)}
+    else:
+        pairs = {key: (new.get(key), x) for key, x in old.items(True, True)}
+    for key, (x, stored) in pairs.items():
+        if x.shape != stored.shape:
+            key = log_prob_key if key is None else key
+            raise ValueError(
+                f"{key!r} has shape {list(stored.shape)}, but the policy's log-probability of the "
+                f"action {action_key!r} has shape {list(x.shape)}: the two would "
+                "broadcast into an outer product over samples. They are one number a frame, "
+                "without a trailing dimension: use .squeeze(-1), or return_log_prob=True."
+            )
+    if None in pairs:
+        return {None: new - old}
+    return {key: sum_of_heads([x - stored], ndim) for key, (x, stored) in pairs.items()}
+
+
+def expanded_advantage(advantage: Tensor, log_ratio: Tensor, *, key: Any, of_ratio: Any) -> Tensor:
+    """Return the advantage in the shape of the log-ratio ``[*B, 1]``; a team's is its agents'.
+
+    ``key`` and ``of_ratio`` are the keys of advantage and log-probability.
+    """
+    if advantage.shape[:-1] == log_ratio.shape[:-1]:  # of several objectives [*B, K]
+        return advantage
+    size = advantage.shape[:-1]
+    if log_ratio.shape[: len(size)] != size:
+        raise ValueError(
+            f"{of_ratio!r} has shape {list(log_ratio.shape[:-1])}, and "
+            f"{key!r} {list(advantage.shape)}: it must be [*B, agents, 1] or [*B, 1]."
+        )
+    return expand_as_right(advantage.squeeze(-1), log_ratio)
+
+
+def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
+    """Return the parameters that a ProbabilisticActor stored at collection, or None."""
+    values: dict[Any, Any] = {}
+    for key in head.in_keys:
+        entry: Any = get_if_any(tensordict, key)
+        nested = is_tensor_collection(entry)  # of a composite distribution
+        parts = entry.items(True, True) if nested else [((), entry)]
+        values |= {as_key((*key_parts(key), *key_parts(name))): x for name, x in parts}
+    return values if values and all(isinstance(x, Tensor) for x in values.values()) else None
+
+
+def exact_kl(
+    head: Any,
+    old: Mapping[Any, Tensor],
+    new: Mapping[Any, Tensor],
+    coefficient: Tensor,
+    size: torch.Size,
+) -> Tensor | None:
+    """Return KL(old || new) in nats ``[*B, 1]``, of all heads, or None if it has no closed form.
+
+    The new parameters get the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
+    """
+    for key, x in old.items():
+        if x.shape != new[key].shape:
+            raise ValueError(
+                f"{key!r} has shape {list(x.shape)} in the batch and {list(new[key].shape)} in the "
+                "policy: the KL divergence would broadcast. Store the policy's own parameters."
+            )
+    # With a coefficient of 0, a policy is compared with itself: no 0 * inf in the gradient.
+    off = coefficient == 0
+    old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}
+    new = {key: torch.where(off, x.detach(), x) for key, x in new.items()}
+    before, after = known_distribution(head, old), known_distribution(head, new)
+    if before is None or after is None:
+        before, after = (head.get_dist(TensorDict(dict(x), size)) for x in (old, new))
+    kl = _divergence(before, after)
+    return None if kl is None else kl.unsqueeze(-1)
+
+
+_CHOICES = d.Categorical, d.OneHotCategorical
+
+
+def _divergence(old: Any, new: Any) -> Tensor | None:
+    if isinstance(old, (Normal, Categorical)):
+        return old.kl(new)
+    if isinstance(old, CompositeDistribution):
+        of_heads = [_divergence(x, new.dists[key]) for key, x in old.dists.items()]
+        known = [x for x in of_heads if x is not None]
+        return sum_of_heads(known, len(old.batch_shape)) if len(known) == len(of_heads) else None
+    # torch.distributions.kl_divergence, without its look-up by type, which no graph can hold.
+    if isinstance(old, d.Normal) and isinstance(new, d.Normal):
+        return Normal(old.loc, old.scale, event_dims=0).kl(new)
+    if isinstance(old, _CHOICES) and isinstance(new, _CHOICES):
+        return Categorical(old.logits).kl(Categorical(new.logits))
+    if isinstance(old, d.Independent) and isinstance(new, d.Independent):
+        inner = _divergence(old.base_dist, new.base_dist)
+        dims = tuple(range(-old.reinterpreted_batch_ndims, 0))
+        return inner.sum(dims) if inner is not None and dims else inner
+    return d.kl_divergence(old, new) if has_analytic_kl(old, new) else None
 
 
 def clipped_loss(

@@ -22,7 +22,7 @@ from ppokit._keys import (
     check_writable,
     key_parts,
 )
-from ppokit._state import WholeState, apply_without_cast, write_count
+from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
 from ppokit.rewards.entries import RewardKeys
 from ppokit.rewards.measurement import (
@@ -297,7 +297,7 @@ class RewardNormalizer(WholeState, Transform):
         if self._written is None:
             return True
         reward, before = self._written
-        return tensordict.get(keys.reward, None) is not reward or write_count(reward) == before
+        return tensordict.get(keys.reward, None) is not reward or _write_count(reward) == before
 
     def _write(
         self, tensordict: TensorDictBase, keys: RewardKeys, reward: Tensor
@@ -308,7 +308,7 @@ class RewardNormalizer(WholeState, Transform):
             scaled.clamp_(-self.clip, self.clip)
         tensordict.set(keys.raw, reward)
         tensordict.set(keys.reward, scaled)
-        return scaled, write_count(scaled)
+        return scaled, _write_count(scaled)
 
     def _move_statistics(self, added: Moments) -> None:
         """Add the moments of a batch, unless the statistics are frozen."""
@@ -435,3 +435,8 @@ def _normalized_already(raw: NestedKey) -> ValueError:
         "or by an earlier call of this one. Keep one of them, in the environment or on the batch. "
         "If another block wrote the entry, pass raw_key=."
     )
+
+
+def _write_count(x: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 for inference tensors."""
+    return 0 if x.is_inference() else x._version

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ppokit._checks import whole
 from ppokit._keys import (
+    BURN_IN_KEY,
     MASK_KEY,
     STATE_FIX,
     TRAJ_KEY,
@@ -30,7 +31,7 @@ from ppokit._keys import (
 )
 from ppokit.sequences import cutting
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
-from ppokit.sequences.cutting import BURN_IN_KEY, INDEX_KEY, SHAPE_KEY, Lengths, lengths_of
+from ppokit.sequences.cutting import INDEX_KEY, SHAPE_KEY, Lengths, lengths_of
 
 _FIX = "Pass the result of the batcher, with the entries that it wrote."
 

@@ -15,7 +15,6 @@ from ppokit._keys import as_key, key_parts
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")
-BURN_IN_KEY = ("sequence", "burn_in")
 
 # The names that torchrl's LSTMModule and GRUModule give their states by default.
 _TORCHRL_STATES = ("recurrent_state_h", "recurrent_state_c", "recurrent_state")

@@ -11,10 +11,10 @@ from tensordict.utils import NestedKey
 from torch import nn
 
 from ppokit._checks import choice
-from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, valid_mask
+from ppokit._keys import BURN_IN_KEY, check_stored, mask_key_of, state_keys, stored_keys, valid_mask
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
-from ppokit.sequences.cutting import BURN_IN_KEY, Lengths
+from ppokit.sequences.cutting import Lengths
 from ppokit.update.keys import count_frames
 
 AT_ONCE = 65_536  # frames that are gathered together, at most

@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from ppokit import functional, networks, plotting
     from ppokit.advantages import GAE
     from ppokit.checkpoints import load_checkpoint, load_policy, save_checkpoint
-    from ppokit.collectors import GymCollector, ObservationNormalizer, TensorActor
+    from ppokit.collectors import GymCollector, ObservationNormalizer
     from ppokit.diagnosis import Finding, diagnose
     from ppokit.evaluation import evaluate
     from ppokit.objectives import DualClipPPOLoss
+    from ppokit.policies import TensorActor
     from ppokit.recurrent import GRUModule, LSTMModule
     from ppokit.rewards import RewardNormalizer
     from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
@@ -53,10 +54,11 @@ __all__ = [
 _MODULES = {
     "advantages": ("GAE",),
     "checkpoints": ("load_checkpoint", "load_policy", "save_checkpoint"),
-    "collectors": ("GymCollector", "ObservationNormalizer", "TensorActor"),
+    "collectors": ("GymCollector", "ObservationNormalizer"),
     "diagnosis": ("Finding", "diagnose"),
     "evaluation": ("evaluate",),
     "objectives": ("DualClipPPOLoss",),
+    "policies": ("TensorActor",),
     "recurrent": ("GRUModule", "LSTMModule"),
     "rewards": ("RewardNormalizer",),
     "schedules": ("InterpSchedule", "ParameterScheduler", "StepSchedule"),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchrl import modules as rl
 from torchrl.modules import set_recurrent_mode
 
-from ppokit._keys import as_key
+from ppokit._batch import as_key
 
 any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 

@@ -17,8 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from ppokit import _checks
+from ppokit._batch import as_key
 from ppokit._checks import Checked
-from ppokit._keys import as_key
 
 if TYPE_CHECKING:
     _Module = nn.Module

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ppokit._state import check_names, load_all, state_dict_of, state_of
-from ppokit.collectors.policies import heads_of
+from ppokit.collectors.policy import heads_of
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:

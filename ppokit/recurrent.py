@@ -17,8 +17,8 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit import kernels
+from ppokit._batch import STATE_FIX, get_tensor, valid_mask
 from ppokit._checks import check_bool
-from ppokit._keys import STATE_FIX, get_tensor, valid_mask
 from ppokit._state import WholeState
 
 

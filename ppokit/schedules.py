@@ -15,8 +15,8 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._batch import MASK_KEY, as_key, check_writable, valid_mask
 from ppokit._checks import Checked
-from ppokit._keys import MASK_KEY, as_key, check_writable, valid_mask
 from ppokit._state import WholeState, refuse_torch_schedulers
 
 if TYPE_CHECKING:

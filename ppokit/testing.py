@@ -28,7 +28,7 @@ from tensordict.nn import TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._keys import MASK_KEY, as_key
+from ppokit._batch import MASK_KEY, as_key
 
 __all__ = ["CHECKS", "BlockCase", "assert_equal", "call", "check_block"]
 

@@ -101,9 +101,9 @@ NAMESPACES = {
     "_compiling.py: numbered.__closure__": "likewise",
     "_compiling.py: vars(module)": "whether modules have hooks or replaced methods",
     "_compiling.py: vars(nn.Module())": "attributes that every module has",
-    "collectors/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
-    "collectors/actor.py: actor.__dict__[name]": "likewise",
-    "collectors/tensor_policy.py: vars(module)": "whether an instance replaces get_dist",
+    "policies/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
+    "policies/actor.py: actor.__dict__[name]": "likewise",
+    "policies/tensor_policy.py: vars(module)": "whether an instance replaces get_dist",
     "rewards/normalizer.py: transform.__dict__.get('_container')": "Transform.container raises",
     "update/optimizers.py: vars(optimizer).get('step')": "whether a wrapper replaces step",
     "update/optimizers.py: vars(lr_scheduler)": "a scheduler's wrapper does nothing more",
@@ -122,7 +122,7 @@ MESSAGES = {
     ),
     "_calls.py: re.search('dtype|scalar type|input type|not implemented for', str(error), "
     "re.IGNORECASE)": ("likewise", "likewise"),
-    "collectors/compiled_policy.py: self._warn(str(error))": (
+    "policies/compiled_policy.py: self._warn(str(error))": (
         *("the reason, of ppokit's own error", "the reason is less readable"),
     ),
 }

@@ -16,9 +16,7 @@ from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import _checks
-from ppokit._calls import explain, shapes_of
-from ppokit._checks import check_float, check_range, choice
-from ppokit._keys import (
+from ppokit._batch import (
     MASK_KEY,
     TRAJ_KEY,
     as_key,
@@ -37,7 +35,9 @@ from ppokit._keys import (
     takes_tensordict,
     valid_mask,
 )
-from ppokit._keys import time_dim as find_time_dim
+from ppokit._batch import time_dim as find_time_dim
+from ppokit._calls import explain, shapes_of
+from ppokit._checks import check_float, check_range, choice
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.functional import gae
 

@@ -1,7 +1,6 @@
 """Collecting batches from gymnasium environments."""
 
-from ppokit.collectors.actor import TensorActor
 from ppokit.collectors.collector import GymCollector
 from ppokit.collectors.normalization import ObservationNormalizer
 
-__all__ = ["GymCollector", "ObservationNormalizer", "TensorActor"]
+__all__ = ["GymCollector", "ObservationNormalizer"]

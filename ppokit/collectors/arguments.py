@@ -10,9 +10,10 @@ import torch
 from tensordict.utils import NestedKey
 from torchrl.collectors import Collector
 
+from ppokit._batch import IS_INIT, VERSION_KEY, as_key, key_parts
 from ppokit._checks import check_device
-from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
-from ppokit.collectors.batch import FLAGS, IS_INIT
+from ppokit._recurrent import check_own_states, recurrent_states
+from ppokit.collectors.batch import FLAGS
 from ppokit.collectors.normalization import updated_parts
 
 # Values that describe GymCollector; None, False, 0, -1 and {} turn an argument off.

@@ -13,14 +13,11 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts
-from ppokit.collectors.spaces import Leaf
+from ppokit._batch import MASK_KEY, TRAJ_KEY, Entries, get_if_any, key_parts
 from ppokit.functional import reversed_discounted_returns
-
-Entries = dict[NestedKey, Tensor]
+from ppokit.spaces import Leaf
 
 FLAGS = ("done", "terminated", "truncated")
-IS_INIT = "is_init"
 ALIGNMENT = 64  # bytes
 PACK = 64  # steps
 

@@ -16,16 +16,16 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import ExplorationType
 
+from ppokit._batch import key_parts
 from ppokit._checks import Checked, whole
-from ppokit._keys import key_parts
 from ppokit._state import check_names, load_all, state_of, write_weights
 from ppokit.collectors.arguments import check_keys, check_options, take_arguments_of_torchrl
 from ppokit.collectors.batch import EpisodeCounts
-from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.policies import draws_indices
-from ppokit.collectors.spaces import gym_env
+from ppokit.collectors.policy import draws_indices
+from ppokit.policies.compiled_policy import CompiledPolicy
+from ppokit.spaces import gym_env
 
 
 class GymCollector(BaseCollector):

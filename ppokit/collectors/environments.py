@@ -18,7 +18,7 @@ from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit._checks import whole
 from ppokit.collectors.batch import Record
-from ppokit.collectors.spaces import (
+from ppokit.spaces import (
     MASK,
     OnlySpaces,
     Shape,

@@ -17,14 +17,14 @@ from tensordict.utils import NestedKey
 from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from ppokit._batch import Entries, version_of, write_policy_version
 from ppokit._calls import explain
-from ppokit._keys import version_of, write_policy_version
-from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
-from ppokit.collectors.compiled_policy import CompiledPolicy
+from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.environments import Envs, VectorEnvs
 from ppokit.collectors.normalization import updated_parts
-from ppokit.collectors.policies import CollectorPolicy
-from ppokit.collectors.spaces import Actions, Leaf, gym_env, observation_leaves
+from ppokit.collectors.policy import CollectorPolicy
+from ppokit.policies.compiled_policy import CompiledPolicy
+from ppokit.spaces import Actions, Leaf, gym_env, observation_leaves
 
 BLOCK_BITS = 36
 _ENVIRONMENTS = str(Path(__file__).with_name("environments.py"))

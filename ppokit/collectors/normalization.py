@@ -13,9 +13,9 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._batch import MASK_KEY, as_key, check_tensordict, get_tensor, valid_mask
 from ppokit._calls import leaves
 from ppokit._checks import Checked, positive
-from ppokit._keys import MASK_KEY, as_key, check_tensordict, get_tensor, valid_mask
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import gather_over_ranks, raise_together, resolve_group
 from ppokit.functional import merge_moments

@@ -18,11 +18,11 @@ from torchrl.data import Categorical, Composite, MultiCategorical
 from torchrl.envs import EnvBase
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
+from ppokit._batch import as_key, key_parts
 from ppokit._checks import check_device
-from ppokit._keys import as_key, key_parts
-from ppokit.collectors.spaces import MASK, OnlySpaces, check_starts, wrap
 from ppokit.networks.encoders import make_encoder, orthogonal
 from ppokit.networks.heads import Head, make_head
+from ppokit.spaces import MASK, OnlySpaces, check_starts, wrap
 
 _LAYERS: Any = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU}
 _BOOKKEEPING = ("step_count", "episode_reward", "is_init")  # of torchrl's transforms

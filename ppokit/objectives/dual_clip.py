@@ -26,14 +26,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit._calls import call, explain, hooks_in, outside_of_graphs, shapes_of
-from ppokit._checks import check_bool, check_float, check_same_shape, choice, whole
-from ppokit._keys import (
+from ppokit._batch import (
     BURN_IN_KEY,
     TRAJ_KEY,
     as_key,
-    breaks_graphs,
-    check_own_states,
     check_stored,
     check_trajectories,
     get_if_any,
@@ -46,10 +42,12 @@ from ppokit._keys import (
     takes_tensordict,
     time_dim,
 )
+from ppokit._calls import call, explain, hooks_in, outside_of_graphs, shapes_of
+from ppokit._checks import check_bool, check_float, check_same_shape, choice, whole
+from ppokit._recurrent import breaks_graphs, check_own_states
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
 from ppokit.functional import clipped_critic_loss, kl_estimate
-from ppokit.functional.distributions import Categorical, Normal
 from ppokit.objectives import terms
 from ppokit.objectives.coefficients import (
     FLOATS,
@@ -58,6 +56,7 @@ from ppokit.objectives.coefficients import (
     check_coefficient,
     check_names,
 )
+from ppokit.policies.distributions import Categorical, Normal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

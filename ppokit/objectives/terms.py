@@ -23,17 +23,17 @@ from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit import _checks
+from ppokit._batch import as_key, get_if_any, key_parts
 from ppokit._calls import overridden
-from ppokit._keys import as_key, get_if_any, key_parts
 from ppokit.functional import kl_estimate, masked_std
-from ppokit.functional.distributions import (
+from ppokit.functional.surrogates import clip_log_ratio
+from ppokit.policies.distributions import (
     Categorical,
     KnownDistribution,
     Normal,
     find_family,
     sum_of_heads,
 )
-from ppokit.functional.surrogates import clip_log_ratio
 
 _OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
 _DTYPES = (torch.float32, torch.float64)

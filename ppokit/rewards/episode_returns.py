@@ -10,11 +10,11 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._batch import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._checks import check_bool
-from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 from ppokit.functional import reversed_discounted_returns
-from ppokit.rewards.measurement import CLOSED, OpenReturns, initial_returns, last_steps, open_after
+from ppokit.rewards.returns import CLOSED, OpenReturns, initial_returns, last_steps, open_after
 
 
 class EpisodeReturns:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from ppokit._checks import Checked, choice, positive
-from ppokit._keys import (
+from ppokit._batch import (
     MASK_KEY,
     TRAJ_KEY,
     as_key,
@@ -22,12 +21,13 @@ from ppokit._keys import (
     check_writable,
     key_parts,
 )
+from ppokit._checks import Checked, choice, positive
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
-from ppokit.rewards.entries import RewardKeys
-from ppokit.rewards.measurement import (
+from ppokit.rewards.returns import (
     Measurement,
     Moments,
+    RewardKeys,
     countable,
     measure,
     measure_together,

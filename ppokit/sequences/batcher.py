@@ -12,8 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 
-from ppokit._checks import whole
-from ppokit._keys import (
+from ppokit._batch import (
     BURN_IN_KEY,
     MASK_KEY,
     STATE_FIX,
@@ -29,6 +28,7 @@ from ppokit._keys import (
     time_dim,
     valid_mask,
 )
+from ppokit._checks import whole
 from ppokit.sequences import cutting
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import INDEX_KEY, SHAPE_KEY, Lengths, lengths_of

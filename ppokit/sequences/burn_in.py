@@ -12,8 +12,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
+from ppokit._batch import STATE_FIX, as_key, get_tensor, state_keys
 from ppokit._calls import leaves
-from ppokit._keys import STATE_FIX, as_key, get_tensor, state_keys
 from ppokit.sequences.cutting import Lengths, gather, next_key
 
 

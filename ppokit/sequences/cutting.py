@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import as_key, key_parts
+from ppokit._batch import as_key, key_parts
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")

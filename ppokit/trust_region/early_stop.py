@@ -13,8 +13,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
+from ppokit._batch import as_key, check_writable
 from ppokit._checks import check_same_shape, choice, positive, whole
-from ppokit._keys import as_key, check_writable
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.trust_region.mean_kl import (

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import get_tensor, key_parts
+from ppokit._batch import get_tensor, key_parts
 from ppokit.distributed import meeting_device, resolve_group, sum_over_ranks
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers import SamplerEnsemble, SamplerWithoutReplacement
 
-from ppokit._keys import mask_key_of, valid_mask
+from ppokit._batch import mask_key_of, valid_mask
 from ppokit.trust_region.mean_kl import find_kl
 
 if TYPE_CHECKING:

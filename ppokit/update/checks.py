@@ -11,8 +11,8 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._batch import valid_mask
 from ppokit._compiling import check_options, modules_of, parameters_of
-from ppokit._keys import valid_mask
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
 

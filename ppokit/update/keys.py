@@ -9,7 +9,7 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._keys import as_key, get_tensor, key_list, key_parts, valid_mask
+from ppokit._batch import as_key, get_tensor, key_list, key_parts, valid_mask
 
 _NAMES = ("advantage", "value_target", "value", "action", "sample_log_prob")
 

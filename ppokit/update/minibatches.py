@@ -10,8 +10,15 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import nn
 
+from ppokit._batch import (
+    BURN_IN_KEY,
+    check_stored,
+    mask_key_of,
+    state_keys,
+    stored_keys,
+    valid_mask,
+)
 from ppokit._checks import choice
-from ppokit._keys import BURN_IN_KEY, check_stored, mask_key_of, state_keys, stored_keys, valid_mask
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
 from ppokit.sequences.cutting import Lengths

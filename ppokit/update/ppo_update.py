@@ -12,8 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from ppokit._checks import choice, whole
-from ppokit._keys import (
+from ppokit._batch import (
     VERSION_KEY,
     check_tensordict,
     check_time_is_last,
@@ -21,6 +20,7 @@ from ppokit._keys import (
     mask_key_of,
     state_keys,
 )
+from ppokit._checks import choice, whole
 from ppokit._state import (
     check_buffers,
     check_names,

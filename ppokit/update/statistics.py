@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit._batch import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit.update.decision import Outcome
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.trainers import OptimizationStepper, Trainer
 
-from ppokit._keys import mask_key_of, valid_mask
+from ppokit._batch import mask_key_of, valid_mask
 from ppokit._state import check_names, load_all, state_dict_of
 from ppokit.trust_region import AdaptiveLearningRate, KLEarlyStopper
 from ppokit.trust_region.early_stop import TrainerHooks

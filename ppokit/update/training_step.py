@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from ppokit import _checks
+from ppokit._batch import as_key, check_tensordict, mask_key_of, valid_mask
 from ppokit._checks import choice, positive
 from ppokit._compiling import capturing
-from ppokit._keys import as_key, check_tensordict, mask_key_of, valid_mask
 from ppokit._state import (
     WholeState,
     check_buffers,

@@ -23,7 +23,7 @@ from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor
 from ppokit._compiling import CompiledFunction
-from ppokit.collectors import compiled_policy
+from ppokit.policies import compiled_policy
 from tests.collectors.test_actor import assert_alike, call
 from tests.collectors.test_collector import (
     Wander,

@@ -16,7 +16,10 @@ from ppokit._checks import check_bool, check_same_shape
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
 VERSION_KEY = "policy_version"
+IS_INIT = "is_init"  #: whether an episode starts
 BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
+
+Entries = dict[NestedKey, Tensor]
 
 as_key: Callable[[NestedKey], NestedKey] = unravel_key  # the canonical form of a key
 
@@ -246,7 +249,7 @@ def state_keys(network: Any) -> list[NestedKey]:
 
 def is_init(key: NestedKey) -> bool:
     """Return whether a key names episode starts."""
-    return key_parts(key)[-1] == "is_init"
+    return key_parts(key)[-1] == IS_INIT
 
 
 def stored_keys(*networks: Any) -> list[NestedKey]:
@@ -262,44 +265,3 @@ def check_stored(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> None:
     """Raise unless these states are there; without, torchrl's modules start from zero silently."""
     for key in keys:
         get_tensor(tensordict, key, fix=STATE_FIX)
-
-
-def breaks_graphs(*networks: Any) -> bool:
-    """Return whether networks hold a recurrent module of torchrl's that no graph can hold.
-
-    torch captures no ``nn.LSTM`` or ``nn.GRU``, and torchrl's default backend splits episodes by
-    the values of the data. The backends "scan" and "triton" can be captured.
-    """
-    modules = [m for net in networks if isinstance(net, nn.Module) for m in net.modules()]
-    return any(getattr(part, "recurrent_backend", None) in ("pad", "auto") for part in modules)
-
-
-def check_own_states(*networks: Any) -> None:
-    """Raise a ValueError if two modules keep their states under one name."""
-    owners: dict[NestedKey, tuple[Any, list[int]]] = {}
-    modules = [part for net in networks if isinstance(net, nn.Module) for part in net.modules()]
-    for module in modules:
-        inner = [part for part in module.modules() if part is not module]
-        if any(hasattr(part, "out_keys") and state_keys(part) for part in inner):
-            continue  # a part has the state, as in a sequence or a TensorActor
-        outputs: Any = getattr(module, "out_keys", ())
-        weights = [id(parameter) for parameter in module.parameters()]
-        for key in map(as_key, state_keys(module)):
-            owner, of_owner = owners.setdefault(key, (module, weights))
-            if of_owner != weights:
-                raise ValueError(
-                    f"Two recurrent modules keep their state at {key!r}, those that write "
-                    f"{owner.out_keys[0]!r} and {outputs[0]!r}. Give one of them names of its own, "
-                    "such as 'critic_state' and ('next', 'critic_state')."
-                )
-
-
-def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes (the parameters', not the primer's) of a policy's states."""
-    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    return {
-        as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))
-        for module in modules
-        if hasattr(module, "make_tensordict_primer")
-        for key, spec in module.make_tensordict_primer().primers.items(True, True)
-    }

@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from ppokit._batch import IS_INIT, Entries
 from ppokit._compiling import (
     Budget,
     CompiledFunction,
@@ -22,9 +23,8 @@ from ppokit._compiling import (
     have_hooks,
     modules_of,
 )
-from ppokit._keys import recurrent_states
-from ppokit.collectors.batch import IS_INIT, Entries
-from ppokit.collectors.tensor_policy import call_on_tensordict, find_tensor_policy
+from ppokit._recurrent import recurrent_states
+from ppokit.policies.tensor_policy import call_on_tensordict, find_tensor_policy
 
 WORTH = 300  # calls of a graph within batches, after which it is captured without guards
 

@@ -14,16 +14,17 @@ from torch import distributions as d
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
-from ppokit._keys import key_parts, recurrent_states
-from ppokit.collectors.batch import FLAGS, IS_INIT, Columns, Entries
-from ppokit.collectors.compiled_policy import CompiledPolicy
-from ppokit.collectors.spaces import Actions
-from ppokit.collectors.tensor_policy import (
+from ppokit._batch import IS_INIT, Entries, key_parts
+from ppokit._recurrent import recurrent_states
+from ppokit.collectors.batch import FLAGS, Columns
+from ppokit.policies.compiled_policy import CompiledPolicy
+from ppokit.policies.tensor_policy import (
     TensorPolicy,
     call_on_tensordict,
     check_written,
     find_tensor_policy,
 )
+from ppokit.spaces import Actions
 
 _ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
 

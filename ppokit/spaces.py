@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl.data import Categorical, MultiCategorical, MultiOneHot, OneHot, Stacked
 from torchrl.envs import GymWrapper
 
-from ppokit._keys import as_key, key_parts
+from ppokit._batch import as_key, key_parts
 
 MASK = "action_mask"
 

@@ -16,10 +16,9 @@ from torchrl.modules import (
     SafeProbabilisticTensorDictSequential,
 )
 
+from ppokit._batch import Entries, as_key, key_parts
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
-from ppokit._keys import as_key, key_parts
-from ppokit.collectors.batch import Entries
-from ppokit.functional.distributions import Family, find_family
+from ppokit.policies.distributions import Family, find_family
 
 _SEQUENCES = (
     ProbabilisticActor,

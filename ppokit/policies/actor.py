@@ -12,10 +12,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._keys import as_key, version_of, write_policy_version
-from ppokit.collectors.batch import Entries
-from ppokit.collectors.compiled_policy import CompiledPolicy
-from ppokit.collectors.tensor_policy import check_written, find_tensor_policy
+from ppokit._batch import Entries, as_key, version_of, write_policy_version
+from ppokit.policies.compiled_policy import CompiledPolicy
+from ppokit.policies.tensor_policy import check_written, find_tensor_policy
 
 
 class TensorActor(TensorDictModuleBase):

@@ -20,6 +20,7 @@ IS_INIT = "is_init"  #: whether an episode starts
 BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
 
 Entries = dict[NestedKey, Tensor]
+Policy = Callable[[TensorDictBase], TensorDictBase]  #: any TensorDictModule, or a function
 
 as_key: Callable[[NestedKey], NestedKey] = unravel_key  # the canonical form of a key
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -164,7 +165,7 @@ def _rows(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def assemble_batch(
     record: Record,
-    transform: Any,
+    transform: TensorDictModuleBase | None,
     transformed: Entries,
     written: Entries,
     ids: Tensor,
@@ -211,7 +212,9 @@ def _observations(record: Record) -> tuple[Entries, Entries]:
     return root, following
 
 
-def _transform_extra(record: Record, transform: Any, device: Any) -> TensorDictBase:
+def _transform_extra(
+    record: Record, transform: TensorDictModuleBase, device: torch.device | None
+) -> TensorDictBase:
     """Transform the observations that the policy did not see: the last ones, and the final ones."""
     values: dict[NestedKey, Tensor] = {}
     for i, leaf in enumerate(record.leaves):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import finalize
@@ -12,23 +12,27 @@ from weakref import finalize
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
 from torch import nn
-from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import ExplorationType
 
-from ppokit._batch import key_parts
+from ppokit._batch import IS_INIT, VERSION_KEY, Policy, as_key, key_parts
 from ppokit._checks import Checked, whole
-from ppokit._state import check_names, load_all, state_of, write_weights
-from ppokit.collectors.arguments import check_keys, check_options, take_arguments_of_torchrl
-from ppokit.collectors.batch import EpisodeCounts
+from ppokit._recurrent import check_own_states, recurrent_states
+from ppokit._state import check_names, load_all, state_of
+from ppokit.collectors.batch import FLAGS, EpisodeCounts
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
+from ppokit.collectors.normalization import updated_parts
 from ppokit.collectors.policy import draws_indices
+from ppokit.collectors.torchrl_interface import TorchrlInterface
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.spaces import gym_env
 
 
-class GymCollector(BaseCollector):
+class GymCollector(TorchrlInterface):
     """Collects batches ``[num_envs, T]`` from gymnasium environments, at little over their cost.
 
     It is a torchrl collector, for its trainers and loggers. It yields what torchrl's ``Collector``
@@ -120,11 +124,7 @@ class GymCollector(BaseCollector):
         [torch.Size([2, 32, 1]), torch.Size([2, 32, 1])]
     """
 
-    init_random_frames = 0
     updates_transform = True  #: whether each batch moves the statistics of the transform
-    policy_version = 0  #: how often the weights were updated
-    _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
-    _collector_progress_worker_idx = 0
 
     frames_per_batch = whole()
     total_frames: Any = Checked(
@@ -135,12 +135,12 @@ class GymCollector(BaseCollector):
     def __init__(
         self,
         make_env: MakeEnv | Sequence[MakeEnv] | VectorEnv,
-        policy: Any,
+        policy: Policy | None,
         *,
         frames_per_batch: int,
         total_frames: int = -1,
         num_envs: int = 1,
-        observation_transform: Any = None,
+        observation_transform: TensorDictModuleBase | None = None,
         device: torch.device | str | int | None = None,
         observation_dtype: torch.dtype | None = torch.float32,
         categorical_action_encoding: bool | None = None,
@@ -150,27 +150,19 @@ class GymCollector(BaseCollector):
         episode_reward: bool = False,
         trajs_per_batch: int | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        replay_buffer: Any = None,
+        replay_buffer: ReplayBuffer | None = None,
         worker_idx: int | None = None,
         **kwargs: Any,
     ) -> None:
-        hooks = "pre_collect_hook", "post_collect_hook"
-        super().__init__(**{name: kwargs.pop(name, None) for name in hooks})
-        if (shared := kwargs.pop("_collector_progress", None)) is not None:  # with other workers
-            self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
-        # torchrl's workers yield one TensorDict, written over in memory that processes share.
-        yields_batches = worker_idx is not None and replay_buffer is trajs_per_batch is None
-        is_same = kwargs.get("return_same_td") and kwargs.get("use_buffers") is not False
-        self._use_buffers, self._same = yields_batches and is_same, None
-        policy, self.device = take_arguments_of_torchrl(kwargs, policy, device)
-        self.policy, self.worker_idx, self.total_frames = policy, worker_idx, total_frames
+        yields = replay_buffer is trajs_per_batch is None
+        super().__init__(kwargs, policy, device, worker_idx=worker_idx, yields_batches=yields)
+        self.total_frames, self.frames_per_batch = total_frames, frames_per_batch
         self.observation_transform, self.postproc = observation_transform, postproc
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
         num_envs = whole().check(num_envs, "num_envs")
-        self.frames_per_batch = frames_per_batch
         whole_episodes = trajs_per_batch is not None
-        check_options(
+        _check_options(
             observation_dtype,
             has_buffer=replay_buffer is not None,
             has_whole_episodes=whole_episodes,
@@ -178,8 +170,8 @@ class GymCollector(BaseCollector):
         )
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         encoding = categorical_action_encoding
-        encoding = draws_indices(policy) if encoding is None else encoding
-        readers = policy, observation_transform
+        encoding = draws_indices(self.policy) if encoding is None else encoding
+        readers = self.policy, observation_transform
         reads = {key_parts(key) for x in readers for key in getattr(x, "in_keys", ())}
         made = make_envs(make_env, num_envs, encoding, reads, whole_episodes=whole_episodes)
         self._envs, self.env, self._num_envs = made  # env is torchrl's wrapper of the first
@@ -194,7 +186,7 @@ class GymCollector(BaseCollector):
                 warnings.warn(f"{said} {self.frames_per_batch} frames.", stacklevel=2)
             self._episodes = Episodes(*made, counts, self.device, *options)
             self.keep_episodes = self._episodes.keep_state
-            check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
+            _check_keys(self.policy, observation_transform, self._episodes.keys, counts.wanted)
 
     @property
     def num_envs(self) -> int:
@@ -243,11 +235,12 @@ class GymCollector(BaseCollector):
             )
             self._frames, self._iter = self._frames + frames, self._iter + 1
             pending = self.trajs_per_batch is not None
-            self._progress("increment_stepped", frames, trajectory_pending=pending)
+            if self._collector_progress is not None:
+                self._progress("increment_stepped", frames, trajectory_pending=pending)
             if self.postproc is not None and not pending:
                 batch = self.postproc(batch)
             if self._use_buffers:
-                self._same = batch = batch if self._same is None else self._same.update_(batch)
+                batch = self._as_one(batch)
             if self.post_collect_hook is not None:
                 self.post_collect_hook(batch)
             return batch
@@ -279,23 +272,6 @@ class GymCollector(BaseCollector):
     def closed(self) -> bool:
         """Whether the environments are closed."""
         return not self._close_envs.alive
-
-    def update_policy_weights_(self, *args: Any, weights_dict: Any = None, **kwargs: Any) -> None:
-        """Write weights into the policy, as torchrl's collectors do."""
-        for name, weights in (weights_dict or {}).items():
-            super().update_policy_weights_(weights, model_id=name)
-        if not weights_dict:
-            super().update_policy_weights_(*args, **kwargs)
-
-    def _maybe_fallback_update(
-        self, policy_or_weights: Any = None, *, model_id: str | None = None
-    ) -> None:
-        """Write weights, if any are given; without them the policy is the one that is trained."""
-        if model_id not in (None, "policy"):
-            raise KeyError(f"The collector has one model, 'policy', and no {model_id!r}.")
-        if policy_or_weights is not None:
-            write_weights(self.policy, policy_or_weights)
-        self.policy_version += 1
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state of policy, transform and postproc, and the number of frames so far.
@@ -340,11 +316,6 @@ class GymCollector(BaseCollector):
         modules = self.policy, self.observation_transform, self.postproc
         return dict(zip(names, modules, strict=True))
 
-    def _progress(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of torchrl's counters for this collector's row; torchrl 0.14 has none."""
-        found = getattr(self._collector_progress, method, lambda *_, **__: {})
-        return found(self._collector_progress_worker_idx, *args, **kwargs)
-
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
@@ -367,10 +338,6 @@ class GymCollector(BaseCollector):
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
-    def __bool__(self) -> bool:
-        """Return True. torchrl's length raises, and Ray asks before it reports an exception."""
-        return True
-
     def __repr__(self) -> str:
         options = self.policy, self.observation_transform, self.exploration_type
         path = self._episodes.policy.path(*options)
@@ -379,3 +346,77 @@ class GymCollector(BaseCollector):
             f"num_envs={self.num_envs}, frames_per_batch={self.frames_per_batch}, "
             f"total_frames={self.total_frames}, frames={self._frames})"
         )
+
+
+def _check_options(
+    observation_dtype: torch.dtype | None,
+    *,
+    has_buffer: bool,
+    has_whole_episodes: bool,
+    transform_of_worker: TensorDictModuleBase | None,
+) -> None:
+    """Raise a ValueError if an option is out of range, or workers would part statistics."""
+    if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
+        raise ValueError(
+            "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
+            f"got {observation_dtype!r}."
+        )
+    if has_buffer and has_whole_episodes:
+        raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
+    parts = updated_parts(transform_of_worker)
+    if moving := [x for x in parts if not getattr(x, "frozen", False)]:
+        raise ValueError(
+            f"Each worker would have its own copy of the {type(moving[0]).__name__}. Put it into "
+            "policy and critic, whose weights carry it: TensorDictSequential("
+            "ObservationNormalizer(shape, out_key='normalized'), network), and call "
+            "normalizer.update(batch) where you train. Or freeze() it."
+        )
+
+
+def _check_keys(
+    policy: Policy,
+    transform: TensorDictModuleBase | None,
+    observed: Collection[NestedKey],
+    counts: Iterable[str],
+) -> None:
+    """Raise where policy or transform read a name that nothing writes, or two write one entry."""
+    for name, module, is_right in (
+        ("observation_transform", transform, transform is None or hasattr(transform, "out_keys")),
+        ("policy", policy, callable(policy)),
+    ):
+        if not is_right:
+            raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
+    check_own_states(policy)
+    states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
+    own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]
+    there = [*observed, *map(as_key, made)]
+    names = *FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts
+    reserved = dict.fromkeys(names, "collector")
+    reserved |= {"raw_reward": "reward normalizer", "shifted_valid": "GAE of the update"}
+    reserved["steps_to_next_obs"] = "MultiStepTransform of torchrl"  # which GAE reads
+    if taken := [key for key in own if key_parts(key)[0] == "collector"]:
+        raise ValueError(
+            f"The policy writes {taken[0]!r}, over the collector's entries: rename it, or the part "
+            "of a Dict action, with a gymnasium wrapper."
+        )
+    for key in there:
+        who = reserved.get(key_parts(key)[0], "policy")
+        if who != "policy" or key in own:
+            raise ValueError(
+                f"The {who} writes {key!r}, which would replace the observation of "
+                "that name in the batch, or be taken for it. Rename the observation with a "
+                "gymnasium wrapper, or the policy's entry by its out_keys; a module that changes "
+                "observations for the policy belongs in observation_transform."
+            )
+    for name, module, keys in (
+        ("observation_transform", transform, observed),
+        ("policy", policy, [*there, *own, *FLAGS, IS_INIT]),
+    ):
+        names = {key_parts(key)[0] for key in (*keys, *getattr(module, "out_keys", ()))}
+        reads = getattr(module, "in_keys", ())
+        if missing := [key for key in reads if key_parts(key)[0] not in names]:
+            raise KeyError(
+                f"The {name} reads {missing}, which neither the environments nor an "
+                f"observation_transform write. There is: {', '.join(sorted(map(str, there)))}. "
+                "(A recurrent module declares its states by make_tensordict_primer().)"
+            )

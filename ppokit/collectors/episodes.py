@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from traceback import extract_tb
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
 from gymnasium.spaces import Box
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import Entries, version_of, write_policy_version
+from ppokit._batch import Entries, Policy, version_of, write_policy_version
 from ppokit._calls import explain
 from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.environments import Envs, VectorEnvs
@@ -125,8 +125,8 @@ class Episodes:
     def collect(
         self,
         steps: int,
-        policy: Any,
-        transform: Any,
+        policy: Policy,
+        transform: TensorDictModuleBase | None,
         exploration_type: ExplorationType,
         *,
         updates_transform: bool,

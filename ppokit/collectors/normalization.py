@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
@@ -181,7 +181,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         return torch.stack([count, mean, (valid - mean).square().sum(0)])
 
 
-def updated_parts(transform: Any) -> list[Any]:
+def updated_parts(transform: TensorDictModuleBase | None) -> list[Any]:
     """Return the parts of a transform whose ``update`` takes the raw observations of a batch.
 
     That is the transform itself, or the modules of a (nested) sequence that have an ``update``.

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch import distributions as d
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
-from ppokit._batch import IS_INIT, Entries, key_parts
+from ppokit._batch import IS_INIT, Entries, Policy, key_parts
 from ppokit._recurrent import recurrent_states
 from ppokit.collectors.batch import FLAGS, Columns
 from ppokit.policies.compiled_policy import CompiledPolicy
@@ -46,7 +46,9 @@ class CollectorPolicy:
     ) -> None:
         self._actions, self._observed = actions, observed
         self._batch_size, self._device = [num_envs], device
-        self._compiled, self._policy, self._transform = compiled, None, None
+        self._compiled = compiled
+        self._policy: Any = None  # of the last batch
+        self._transform: TensorDictModuleBase | None = None
         self._function: CompiledPolicy | TensorPolicy | None = compiled  # None: on a TensorDict
         self._tensor_policy: TensorPolicy | None = None  # which scores what a graph has drawn, too
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
@@ -56,7 +58,12 @@ class CollectorPolicy:
     def _zeros(self, *shape: int, dtype: torch.dtype | None) -> Tensor:
         return torch.zeros((*self._batch_size, *shape), dtype=dtype, device=self._device)
 
-    def begin(self, policy: Any, transform: Any, exploration_type: ExplorationType) -> None:
+    def begin(
+        self,
+        policy: Policy,
+        transform: TensorDictModuleBase | None,
+        exploration_type: ExplorationType,
+    ) -> None:
         """Begin a batch; the policy's modules may have changed since the last."""
         is_same = policy is self._policy and transform is self._transform
         if not is_same or self._function is not None:  # else the states go on
@@ -74,7 +81,10 @@ class CollectorPolicy:
             self._function = compiled
 
     def _on_tensors(
-        self, policy: Any, transform: Any, exploration_type: ExplorationType
+        self,
+        policy: Policy,
+        transform: TensorDictModuleBase | None,
+        exploration_type: ExplorationType,
     ) -> TensorPolicy | str:
         """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
         if exploration_type is not ExplorationType.RANDOM:
@@ -87,7 +97,12 @@ class CollectorPolicy:
             return str(error)
         return found
 
-    def path(self, policy: Any, transform: Any, exploration_type: ExplorationType) -> str:
+    def path(
+        self,
+        policy: Policy,
+        transform: TensorDictModuleBase | None,
+        exploration_type: ExplorationType,
+    ) -> str:
         """Return how a policy would be called, for ``repr``."""
         found = self._on_tensors(policy, transform, exploration_type)
         path = f"as a TensorDictModule ({found})" if isinstance(found, str) else "on tensors"
@@ -161,13 +176,13 @@ class CollectorPolicy:
         return transformed, {key: written[key] for key in public}
 
 
-def heads_of(policy: Any) -> list[Any]:
+def heads_of(policy: Policy) -> list[Any]:
     """Return the modules of a policy that draw from a distribution."""
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     return [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
 
 
-def draws_indices(policy: Any) -> bool:
+def draws_indices(policy: Policy) -> bool:
     """Return whether a policy draws choices as indices; raise if only some of its heads do."""
     heads = heads_of(policy)
     # Others may draw a latent variable.
@@ -194,7 +209,7 @@ def _kinds(head: Any) -> dict[NestedKey, Any]:
     return {key: getattr(kind, "func", kind) for key, kind in kinds.items()}
 
 
-def _scores(policy: Any, written: Entries) -> Entries:
+def _scores(policy: Policy, written: Entries) -> Entries:
     """Return the entries, a tanh-normal's log-probabilities for the actions as they are stored."""
     batch = TensorDict(cast("Any", written), next(iter(written.values())).shape[:2])
     for head in heads_of(policy):

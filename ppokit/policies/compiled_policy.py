@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import IS_INIT, Entries
+from ppokit._batch import IS_INIT, Entries, Policy
 from ppokit._compiling import (
     Budget,
     CompiledFunction,
@@ -61,7 +62,7 @@ class CompiledPolicy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
-    def begin(self, policy: Any, transform: Any) -> bool:
+    def begin(self, policy: Policy, transform: TensorDictModuleBase | None) -> bool:
         """Return whether a policy can be called as a graph, and warn once of each reason if not."""
         if policy is not self._policy or transform is not self._transform:
             self._functions.clear()
@@ -152,7 +153,11 @@ class CompiledPolicy:
 
 
 def _function_of(
-    policy: Any, transform: Any, keys: Sequence[NestedKey], ndim: int, total: bool
+    policy: Policy,
+    transform: TensorDictModuleBase | None,
+    keys: Sequence[NestedKey],
+    ndim: int,
+    total: bool,
 ) -> Callable[..., tuple[Entries, Entries, Tensor | None]]:
     """Return the function to capture."""
 

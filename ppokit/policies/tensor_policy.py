@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
+)
 from tensordict.utils import NestedKey
 from torch import nn
 from torchrl.modules import (
@@ -16,7 +20,7 @@ from torchrl.modules import (
     SafeProbabilisticTensorDictSequential,
 )
 
-from ppokit._batch import Entries, as_key, key_parts
+from ppokit._batch import Entries, Policy, as_key, key_parts
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit.policies.distributions import Family, find_family
 
@@ -79,14 +83,15 @@ class TensorPolicy(NamedTuple):
 
 
 def find_tensor_policy(
-    policy: Any, transform: Any, observed: Collection[NestedKey]
+    policy: Policy, transform: TensorDictModuleBase | None, observed: Collection[NestedKey]
 ) -> TensorPolicy | str:
     """Return policy and transform as a function of tensors, or why they cannot be called so."""
-    if reason := _obstacle(policy):
-        return reason
-    head = policy.module[-1]
+    modules = _modules_of(policy)
+    if isinstance(modules, str):
+        return modules
+    *networks, head = modules
     before = [] if transform is None else parts(transform)
-    of_policy = [part for module in list(policy.module)[:-1] for part in parts(module)]
+    of_policy = [part for module in networks for part in parts(module)]
     reads: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
     for module in (*before, *of_policy):
@@ -125,27 +130,27 @@ def find_tensor_policy(
     )
 
 
-def _obstacle(policy: Any) -> str:
-    """Return why a policy does not just call modules in turn and draw one action, or ""."""
-    name = type(policy).__name__
-    if type(policy) not in _SEQUENCES or not isinstance(policy.module, nn.ModuleList):
+def _modules_of(policy: Policy) -> list[Any] | str:
+    """Return the modules that a policy calls in turn to draw one action, or why it does more."""
+    name, actor = type(policy).__name__, cast("ProbabilisticActor", policy)
+    if type(policy) not in _SEQUENCES or not isinstance(actor.module, nn.ModuleList):
         return f"{name} is no ProbabilisticActor of a list of modules"
-    head = policy.module[-1]
+    head: Any = actor.module[-1]
     head_name = type(head).__name__
     if type(head) not in _HEADS:
         return f"{head_name} is no ProbabilisticTensorDictModule"
-    for module in (policy, head):
+    for module in (actor, head):
         if is_hooked_or_patched(module) or "get_dist" in vars(module):
             return f"a hook on {type(module).__name__}"
     # _select_before_return, _generator and _generator_key have no public names
-    if policy.return_composite or policy._select_before_return or policy.inplace is False:
+    if actor.return_composite or actor._select_before_return or actor.inplace is False:
         return f"{name} selects its entries, or has inplace=False"
     if (head.num_samples, head._generator, head._generator_key) != (None, None, None):
         return f"{head_name} has num_samples or a generator"
-    return ""
+    return [*actor.module]
 
 
-def check_written(policy: Any, written: Entries) -> None:
+def check_written(policy: Policy, written: Entries) -> None:
     """Raise a ValueError where the policy's parameters are not finite, or other entries NaN."""
     head: Any = policy[-1] if isinstance(policy, ProbabilisticTensorDictSequential) else None
     check_numbers(written, [as_key(key) for key in getattr(head, "in_keys", ())])
@@ -172,7 +177,7 @@ def check_numbers(written: Entries, parameters: Sequence[NestedKey]) -> None:
 
 
 def call_on_tensordict(
-    policy: Any, transform: Any, step: TensorDictBase, others: Entries
+    policy: Policy, transform: TensorDictModuleBase | None, step: TensorDictBase, others: Entries
 ) -> tuple[Entries, Entries]:
     """Return what transform and policy write; ``others`` are entries that only the policy reads."""
     transformed: Entries = {}

@@ -127,7 +127,8 @@ def check_range(
     if isinstance(value, Tensor) and not reads_are_free(value.device):
         return
     numbers = value.flatten().tolist() if isinstance(value, Tensor) else [value]
-    if not all(low <= number <= high for number in numbers):
+    are_numbers = all(isinstance(x, int | float | np.number) for x in numbers)
+    if not are_numbers or not all(low <= number <= high for number in numbers):
         interval = f"[{low:g}, {high:g}]" if math.isfinite(high) else f"[{low:g}, inf)"
         raise ValueError(f"{name} must lie in {interval}, got {value}: {consequence}")
 

@@ -42,7 +42,11 @@ class NoGraphError(Exception):
 
 
 def check_options(options: Mapping[str, Any], name: str) -> None:
-    """Raise a ValueError for arguments of ``torch.compile`` that exclude the choice of guards."""
+    """Raise for what is no mapping of arguments, or has some that exclude the choice of guards."""
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"{name} must be a bool or a mapping of torch.compile's arguments, got {options!r}."
+        )
     if "mode" in options:
         raise ValueError(
             f"{name}={{'mode': {options['mode']!r}}} excludes options of the compiler, which "

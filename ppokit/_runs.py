@@ -80,7 +80,7 @@ def _read_log(folder: Path) -> list[dict[str, float]]:
         runs = ", ".join(sorted(str(path.relative_to(folder)) for path in logs))
         raise ValueError(f"{folder} holds several runs ({runs}): pass the folder of one.")
     rows: dict[float, dict[str, float]] = {}
-    for name, step, value in next(iter(logs.values())):  # later ones replace those before a resume
+    for name, step, value in next(iter(logs.values())):
         rows.setdefault(step, {})[name] = value
     return [{**rows[step], FRAMES: step} for step in sorted(rows)]
 
@@ -92,5 +92,8 @@ def _csv_points(scalars: Path) -> list[tuple[str, float, float]]:  # name, step,
         for line in file.read_text().splitlines():
             step, _, value = line.partition(",")
             with suppress(ValueError):  # a line that is still being written
-                points.append((name, float(step), float(value)))
+                point = name, float(step), float(value)
+                while points and points[-1][0] == name and points[-1][1] >= point[1]:
+                    points.pop()  # of a run that was resumed before it
+                points.append(point)
     return points

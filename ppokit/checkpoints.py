@@ -29,7 +29,8 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
             plain data: numbers, strings, tensors, and lists and dictionaries of them.
 
     Raises:
-        TypeError: a part, or its state, holds objects that cannot be loaded without pickle.
+        TypeError: ``parts`` is no mapping; a part, or its state, holds objects that cannot be
+            loaded without pickle.
         OSError: the file cannot be written, as on a full disk. An older checkpoint stays as it is
             after any error.
 
@@ -42,9 +43,14 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
         ...     load_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": None})
         {'frames': 1000}
     """
+    if not isinstance(parts, Mapping) or _DISTRIBUTIONS in parts:
+        raise TypeError(
+            f"parts must be a mapping of names such as {{'policy': policy}}, without "
+            f"{_DISTRIBUTIONS!r}, got {type(parts).__name__} {[*parts]}."
+        )
     states = {name: state_dict_of(x) if _has_state(x) else x for name, x in parts.items()}
     states[_DISTRIBUTIONS] = {name: _distributions(part) for name, part in parts.items()}
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # of a link the file
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     try:

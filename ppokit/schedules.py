@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,13 @@ class _Schedule:
     points: tuple[tuple[float, float], ...]
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        object.__setattr__(self, "points", tuple((x, float(y)) for x, y in points))
+        try:
+            pairs = tuple((x, float(y)) for x, y in points)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"The points are {points!r}. They must be pairs: [(frames, value), ...]."
+            ) from error
+        object.__setattr__(self, "points", pairs)
         if not self.points or self.points[0][0] != 0:
             raise ValueError(
                 f"The points are {list(self.points)}. The first point must be at frame 0: put "
@@ -251,8 +258,15 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         values, locations = self._values_at(frames), self._locations()
         for name, location in locations:
             location.check(name, values[name])
-        for name, location in locations:
-            location.write(values[name])
+        before = [location.read() for _, location in locations]
+        try:
+            for name, location in locations:
+                location.write(values[name])
+        except Exception:  # of a setter of the user's
+            for (_, location), value in zip(locations, before, strict=True):
+                with suppress(Exception):
+                    location.write(value)
+            raise
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -271,14 +285,21 @@ class _Location(NamedTuple):
     key: Any
     name_in_state: str  #: its name in the owner's ``state_dict``
 
-    def write(self, value: float) -> None:
-        """Write the number, into the tensor if there is one."""
+    def _current(self) -> Any:
         is_entry = isinstance(self.container, MutableMapping)
-        current = self.container[self.key] if is_entry else getattr(self.container, self.key)
-        if isinstance(current, Tensor):
+        return self.container[self.key] if is_entry else getattr(self.container, self.key)
+
+    def read(self) -> Any:
+        """Return the number, or a copy of the tensor that holds it."""
+        current = self._current()
+        return current.detach().clone() if isinstance(current, Tensor) else current
+
+    def write(self, value: Any) -> None:
+        """Write the number, into the tensor if there is one."""
+        if isinstance(current := self._current(), Tensor):
             with torch.no_grad():
                 current.fill_(value)
-        elif is_entry:
+        elif isinstance(self.container, MutableMapping):
             self.container[self.key] = value
         else:
             setattr(self.container, self.key, value)
@@ -290,9 +311,12 @@ class _Location(NamedTuple):
                 f"The schedule of {name!r} gives {value}; {type(self.owner).__name__} needs a "
                 "finite number there, and a learning rate is 0 or more."
             )
-        declared = getattr(type(self.owner), self.key, None) if type(self.key) is str else None
-        if isinstance(declared, Checked):
-            declared.check(value)
+        # also of a module whose attributes the owner passes on
+        kinds = type(self.owner), type(getattr(self.owner, "module", None))
+        declared = [getattr(x, self.key, None) for x in kinds if type(self.key) is str]
+        checks = [x for x in declared if isinstance(x, Checked)]
+        if checks:
+            checks[0].check(value, self.key)
         elif isinstance(self.owner, WholeState):
             self.owner.check_state({self.name_in_state: torch.tensor(value)})
 

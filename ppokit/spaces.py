@@ -15,7 +15,7 @@ from gymnasium.wrappers import FilterObservation
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import Categorical, MultiCategorical, MultiOneHot, OneHot, Stacked
+from torchrl.data import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot, Stacked
 from torchrl.envs import GymWrapper
 
 from ppokit._batch import as_key, key_parts
@@ -34,6 +34,7 @@ class Leaf(NamedTuple):
     path: tuple[str, ...] | None  #: names in a Dict observation; None for an entry of ``info``
     accepted: tuple[Shape, ...]  #: the shapes that the environment may return
     encode: Callable[[Any], np.ndarray] | None
+    choices: np.ndarray | None = None  #: how many there are of each number, counted from 0
 
     def read(self, observation: Any, info: Mapping[str, Any], env: int) -> Any:
         """Return the entry, encoded, or raise a ValueError naming environment number ``env``."""
@@ -56,6 +57,14 @@ class Leaf(NamedTuple):
                 _check_whole(array, stored, self.key, env)
             elif array.dtype.kind == "f":  # others are checked where they are encoded
                 _check_whole(array, np.dtype(np.int64), self.key, env)
+        if self.choices is not None:
+            is_wrong = (array < 0) | (array >= self.choices)
+            if is_wrong.any():
+                raise ValueError(
+                    f"{name_of(env)} returned the observation {self.key!r} with "
+                    f"{array[is_wrong].flat[0]}, and its space has {self.choices} choices, counted "
+                    "from 0. Return one of them, or declare more."
+                )
         return array
 
 
@@ -218,7 +227,18 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
             f"torchrl has no encoding for observation {key!r}, {space}. {_advice(space)}"
         )
     encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
-    return Leaf(key, shape, spec.dtype, tuple(path), (found,), encode)
+    return Leaf(key, shape, spec.dtype, tuple(path), (found,), encode, _choices(space))
+
+
+def _choices(space: spaces.Space) -> np.ndarray | None:
+    """Return how many choices each number of a space has; None of others."""
+    if isinstance(space, spaces.Tuple):
+        parts = [_choices(part) for part in space.spaces]
+        return None if any(x is None for x in parts) else np.stack(parts)  # pyright: ignore
+    if isinstance(space, spaces.MultiBinary):
+        return np.array(2)
+    found = getattr(space, "n", getattr(space, "nvec", None))
+    return None if found is None else np.asarray(found)
 
 
 def _shape_of(space: Any) -> Shape | None:
@@ -258,9 +278,9 @@ class ActionPart(NamedTuple):
         if self.are_rows:  # copies, because an environment may write to its action
             return list(values.detach().cpu().numpy().copy())
         if self.is_choice and values.ndim == 1 and not self.joined:
-            return values.tolist()  # of indices
+            return (values.long() if values.is_floating_point() else values).tolist()  # indices
         array = self.spec.to_numpy(values, safe=False)
-        if isinstance(self.space, spaces.MultiBinary | spaces.MultiDiscrete):
+        if isinstance(self.space, spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.is_choice and array.ndim == 1 and not self.joined:
             return array.tolist()
@@ -322,12 +342,12 @@ class Actions:
         """Raise a ValueError where a policy has chosen what its space does not have."""
         for part, key in zip(self.parts, self.keys(written), strict=True):
             kind, action = type(part.spec), batch[key]
-            if kind in (OneHot, MultiOneHot):
+            if kind in (OneHot, MultiOneHot, Binary):
                 is_wrong = (action != 0) & (action != 1)
             elif kind in (Categorical, MultiCategorical):
                 most: Any = getattr(part.spec, "nvec", None)
                 most = part.spec.n if most is None else most.to(action.device)
-                is_wrong = (action < 0) | (action >= most)
+                is_wrong = (action < 0) | (action >= most) | (action % 1 != 0)
             else:
                 if not part.spec.dtype.is_floating_point and (action % 1 != 0).any():
                     raise ValueError(f"{part.space} has whole numbers, the policy's {key!r} not.")

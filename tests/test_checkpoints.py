@@ -85,6 +85,20 @@ def test_data_that_needs_pickle_raises_and_keep_the_last_checkpoint(
     assert load_checkpoint(tmp_path / "saved", {"frames": None}) == {"frames": 3}
 
 
+def test_a_checkpoint_behind_a_link_is_written_where_the_link_leads(tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for frames in (1, 2):
+        save_checkpoint(tmp_path / "link", {"frames": frames})
+        assert load_checkpoint(tmp_path / "file", {"frames": None}) == {"frames": frames}
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("parts", [[1], {"__policy_distributions__": 1}], ids=str)
+def test_parts_that_are_no_mapping_or_have_a_reserved_name(tmp_path: Path, parts: Any):
+    with pytest.raises(TypeError, match="parts must be a mapping of names"):
+        save_checkpoint(tmp_path / "saved", parts)
+
+
 def test_all_parts_are_loaded_or_none(tmp_path: Path):
     save_checkpoint(tmp_path / "saved", {"first": nn.Linear(2, 1), "second": nn.Linear(2, 1)})
 

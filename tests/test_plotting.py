@@ -152,14 +152,23 @@ def test_one_of_several_logged_runs_must_be_named(tmp_path: Path):
     )
 
 
-def test_rows_after_the_checkpoint_of_a_resumed_run_are_replaced(tmp_path: Path):
-    frames, kl = [100, 200, 300, 200, 300, 400], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+@pytest.mark.parametrize(
+    ("frames", "kept"),
+    [
+        ([100, 200, 300, 200, 300, 400], [0, 3, 4, 5]),
+        ([100, 200, 300, 150, 250], [0, 3, 4]),
+    ],
+)
+def test_rows_after_the_checkpoint_of_a_resumed_run_are_replaced(
+    tmp_path: Path, frames: list[int], kept: list[int]
+):
+    kl = [float(n) for n in range(len(frames))]
     rows: Any = [{"total_frames": f, "kl": k} for f, k in zip(frames, kl, strict=True)]
     for f, k in zip(frames, kl, strict=True):
         CSVLogger("run", log_dir=str(tmp_path)).log_scalar("kl", k, step=f)
     for run in (rows, tmp_path):
         line = plot_run(run).axes[0].lines[0]
-        assert np.asarray(line.get_data()).tolist() == [[100, 200, 300, 400], [1, 4, 5, 6]]
+        assert np.asarray(line.get_data()).tolist() == [[frames[n] for n in kept], kept]
 
 
 def test_entries_that_are_no_numbers_are_not_drawn():

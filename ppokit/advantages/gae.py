@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ class GAE(WholeState, TorchRLGAE):
       In a graph of :func:`torch.compile`, where their number is not known, the steps that no later
       step observes are not picked out: the network then sees all next observations too.
     - Recurrent value networks (those that read ``"is_init"``) go on from the states stored in the
-      batch; a batch without them raises KeyError.
+      batch; a batch without them raises KeyError. ``shifted`` has no effect on them: torchrl's
+      passes over next observations would carry states across the ends of episodes.
     - A step that is terminated does not bootstrap, also if it is truncated as well; the value at
       ``("next", value)`` is 0 there.
     - Discounts are kept in float64, so float64 data gives float64 results.
@@ -316,9 +317,16 @@ class GAE(WholeState, TorchRLGAE):
             nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing),
             hold_out_net(self.value_network) if is_held_out else nullcontext(),
         ):
+            if is_recurrent(self.value_network) and is_multi_step:
+                raise ValueError(
+                    "A recurrent value network has the state after one step in the batch, and "
+                    f"{self.tensor_keys.steps_to_next_obs!r} skips several. Leave out multi-step "
+                    "returns, or use a value network without a state."
+                )
             needs_two = self.shifted is not None or target_params is not None or is_multi_step
-            if not (needs_two or skip_existing_outputs()):
-                value, following = self._one_pass(tensordict, params, dim, mask)
+            needs_two = needs_two or skip_existing_outputs()
+            if is_recurrent(self.value_network) or not needs_two:
+                value, following = self._one_pass(tensordict, params, target_params, dim, mask)
                 terminated = self._ends_of_frames(tensordict)[1]
                 return value, following.masked_fill(expand_as_right(terminated, value), 0), None
             params = None if params is None else params.detach()
@@ -358,20 +366,27 @@ class GAE(WholeState, TorchRLGAE):
         self,
         tensordict: TensorDictBase,
         params: TensorDictBase | None,
+        target_params: TensorDictBase | None,
         dim: int,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return V(s_t) and V(s_{t+1})."""
         network: Any = self.value_network
-        parameters = nullcontext()
-        if params is not None:
-            parameters = params.detach().to_module(network, preserve_module_state=False)
-        with parameters:
+
+        def holding(parameters: TensorDictBase | None) -> AbstractContextManager[Any]:
+            if parameters is None:
+                return nullcontext()
+            return parameters.detach().to_module(network, preserve_module_state=False)
+
+        with holding(params):
             inputs = tensordict.select(*network.in_keys, strict=False)
             chunks = self._split_value_net_input(inputs)
             value = self._evaluate(chunks, self.value_chunk_dim % inputs.ndim)
-            following = value.detach().roll(-1, dim)
-            alone = _unobserved_steps(*self._ends_of_frames(tensordict), mask, dim)
+        following = value.detach().roll(-1, dim)
+        alone = _unobserved_steps(*self._ends_of_frames(tensordict), mask, dim)
+        if target_params is not None:  # other parameters: no later step has the value
+            alone = torch.ones_like(alone) if mask is None else mask
+        with holding(params if target_params is None else target_params):
             # A graph does not know the number of these steps: it evaluates all next observations.
             has_no_numbers = torch.compiler.is_compiling() or value.is_meta
             steps = None if has_no_numbers else alone.nonzero(as_tuple=True)

@@ -45,8 +45,10 @@ _ELSEWHERE = {
 def check_arguments(coefficients: Mapping[str, Any]) -> None:
     """Raise if a coefficient is out of range: a number, or several of one name."""
     for name, value in coefficients.items():
-        if name == "clip_epsilon" and isinstance(value, (tuple, list)):
+        if name == "clip_epsilon" and isinstance(value, (tuple, list)) and len(value) == 2:
             check_clip_epsilon(*value)
+        elif name == "clip_epsilon" and (value is None or isinstance(value, (tuple, list))):
+            raise ValueError(f"clip_epsilon must be a number or two, (low, high), got {value!r}.")
         elif name != "clip_value" or not isinstance(value, bool):  # True stands for clip_epsilon
             for number in value.values() if isinstance(value, Mapping) else [value]:
                 check_coefficient(name, number)

@@ -355,7 +355,15 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         check_trajectories(minibatch, done, dim, mask=None, key=TRAJ_KEY)
         parameters = self.critic_network_params.detach() if self.functional else None
         targets = self.target_critic_network_params
-        self.value_estimator(minibatch, params=parameters, target_params=targets)
+        try:
+            self.value_estimator(minibatch, params=parameters, target_params=targets)
+        except RuntimeError as error:
+            if stored_keys(self.critic_network):
+                raise ValueError(
+                    f"{names.advantage!r} is not in the batch, and torchrl's value estimator "
+                    f"cannot run this recurrent critic. {advice}"
+                ) from error
+            raise
 
     def _mask(self, minibatch: TensorDictBase, like: Tensor) -> Tensor | None:
         """Return the mask of valid frames in the shape of a tensor, or None if there is none."""

@@ -39,13 +39,13 @@ class CompiledPolicy:
     """
 
     def __init__(self, compile_policy: bool | Mapping[str, Any]) -> None:
-        self._options: Any = {} if compile_policy is True else compile_policy
-        if self._options and self._options.get("dynamic"):
+        self._options: Any = {} if compile_policy in (True, None) else compile_policy
+        check_options(self._options, "compile_policy")
+        if self._options.get("dynamic"):
             raise ValueError(
                 "A policy cannot be compiled with dynamic=True: of a TanhNormal, Inductor returns "
                 "log-probabilities of other actions. Leave it out."
             )
-        check_options(self._options or {}, "compile_policy")
         self.reason: str | None = None  #: why the policy is called without a graph
         self._policy: Any = None
         self._transform: Any = None

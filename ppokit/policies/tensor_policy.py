@@ -76,8 +76,9 @@ class TensorPolicy(NamedTuple):
         distribution = self.family(*[written[key] for key in self.parameters])
         score = distribution.log_prob(written[self.action])
         if checks and not math.isfinite(score.sum().item()):
-            numbers = zip(self.parameters, distribution.parameters(), strict=False)
-            check_numbers(dict(numbers), self.parameters)
+            numbers = dict(zip(self.parameters, distribution.parameters(), strict=False))
+            numbers[self.log_prob or "log-probability of the action"] = score
+            check_numbers(numbers, self.parameters)
         stored = {key: written[key] for key in (*self.written, self.action)}
         return stored if self.log_prob is None else stored | {self.log_prob: score}
 

@@ -147,8 +147,8 @@ class RewardNormalizer(WholeState, Transform):
         self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
         self._keys = RewardKeys.of(reward_key, raw_key, done_key)
         self._env_keys = self._keys.in_environment()
-        # The last reward written, to notice that a collector uses its buffers again.
-        self._written: tuple[Tensor, int] | None = None
+        # Reward and end of the last batch, to notice that a collector uses its buffers again.
+        self._written: list[tuple[Tensor | None, int]] | None = None
         # Every change assigns a new tensor: clones and saved states never change with it.
         self.register_buffer("moments", torch.tensor([0.0, 0, 0, 1], dtype=torch.float64))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
@@ -275,7 +275,8 @@ class RewardNormalizer(WholeState, Transform):
         if measurement.open_returns is not None:
             open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
-        self._written = self._write(tensordict, self._keys, measurement.reward)
+        self._write(tensordict, self._keys, measurement.reward)
+        self._written = self._written_in(tensordict, self._keys)
         return tensordict
 
     def _measure(self, tensordict: TensorDictBase) -> Measurement:
@@ -293,22 +294,29 @@ class RewardNormalizer(WholeState, Transform):
         if tensordict.get(keys.raw, None) is None:
             return False
         # A collector hands its postproc the same TensorDict for every batch, and writes the new
-        # rewards into the same tensor: the raw reward is then that of the batch before.
+        # rewards and ends into the same tensors: the raw reward is then that of the batch before.
         if self._written is None:
             return True
-        reward, before = self._written
-        return tensordict.get(keys.reward, None) is not reward or _write_count(reward) == before
+        now = self._written_in(tensordict, keys)
+        pairs = list(zip(now, self._written, strict=True))
+        return any(x is not y or count == before for (x, count), (y, before) in pairs)
 
-    def _write(
-        self, tensordict: TensorDictBase, keys: RewardKeys, reward: Tensor
-    ) -> tuple[Tensor, int]:
-        """Write raw and scaled reward; return the scaled one with its version."""
+    @staticmethod
+    def _written_in(
+        tensordict: TensorDictBase, keys: RewardKeys
+    ) -> list[tuple[Tensor | None, int]]:
+        """Return the tensors of reward and end, and how often each was written."""
+        ends = (tensordict.get(key, None) for key in keys.ends)
+        found = tensordict.get(keys.reward, None), next((x for x in ends if x is not None), None)
+        return [(x, 0 if x is None else _write_count(x)) for x in found]
+
+    def _write(self, tensordict: TensorDictBase, keys: RewardKeys, reward: Tensor) -> None:
+        """Write raw and scaled reward."""
         scaled = (reward / self.scale).to(reward.dtype)  # a number of the host divides anywhere
         if self.clip is not None:
             scaled.clamp_(-self.clip, self.clip)
         tensordict.set(keys.raw, reward)
         tensordict.set(keys.reward, scaled)
-        return scaled, _write_count(scaled)
 
     def _move_statistics(self, added: Moments) -> None:
         """Add the moments of a batch, unless the statistics are frozen."""

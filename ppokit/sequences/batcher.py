@@ -178,6 +178,8 @@ class SequenceBatcher(TensorDictModuleBase):
                 if after is not None:
                     restored.set(key, torch.cat([part.get(key)[:, :1], after[:, :-1]], 1))
             frames.append(restored.exclude(self.mask_key, "sequence").filter_empty_()[mask])
+        if not frames:
+            raise ValueError("unbatch() got no sequences: pass those that the batcher returned.")
         together: Any = frames[0] if len(frames) == 1 else torch.cat(frames)
         places = torch.cat(index)
         whole: Any = together.new_zeros(torch.Size([math.prod(shape)]))

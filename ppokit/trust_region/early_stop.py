@@ -213,6 +213,12 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         for name, given in state.items():
             if name.endswith("extra_state"):
                 check_same_shape({"the state": given, "this stopper's": self.get_extra_state()})
+                stopped, since_check = given.tolist()
+                if stopped not in (0, 1) or not 0 <= since_check < self.check_every:
+                    raise ValueError(
+                        f"{name!r} is {given.tolist()}: it must be 0 or 1, and a count below "
+                        f"check_every={self.check_every}."
+                    )
 
     def __repr__(self) -> str:
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ TRIES = 16  # while no graph may be captured and none fits, one of so many steps
 WORTH = 100  # calls of a graph within updates, after which it is captured without guards
 
 CHANGES = "Python code within the networks changes in each call, and a graph would not"
+NO_STATE = "an eager step does not train all parameters that a graph would"
+_backward = Tensor.backward
 
 
 class Inputs(NamedTuple):
@@ -92,6 +94,7 @@ class CompiledStep:
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
         self._replayed: dict[Any, ReplayedStep] = {}
         self._in_a_row, self._has_missed = (None, 0), False  # captures of a key and layout
+        self._is_new = False  # the optimizer had no state of what a graph would train
         self._doubt: str | None = None  # why the losses could not be traced; they may raise eagerly
         self.begin()
 
@@ -121,7 +124,7 @@ class CompiledStep:
         layout = layout_of(request.minibatch) if self._is_within else ()
         if layout in self._numbers and self._are_in_place():
             return self._without_guards(request, layout)
-        hooks = [hook for table in hooks_in(vars(request.loss)) for hook in table.values()]
+        hooks = [hook for table in hooks_in(vars(request.loss)) for hook in table.items()]
         if request.loss is not self._loss or hooks != self._hooks:
             self._forget(request.loss, hooks)
         return self._with_guards(request, layout)
@@ -139,11 +142,12 @@ class CompiledStep:
 
     def _with_guards(self, request: Request, layout: Any) -> tuple[Outputs, list[Tensor]] | None:
         modules = modules_of({"loss": request.loss})
-        if reason := _obstacle(request.loss, modules):
+        parameters = parameters_of(modules)
+        if reason := _obstacle(request.loss, modules, parameters):
             return self._run_eagerly(reason)
         reasons = []
         for trained in [*self._trained]:
-            inputs = _inputs_of(request, modules, trained)
+            inputs = _inputs_of(request, parameters, trained)
             reasons.append(self._reason_to_rest(None if inputs is None else inputs.structure))
             # A look for a graph takes as long as some steps where it finds none.
             is_due = not self._has_missed or self._budget.calls % TRIES == 0
@@ -168,15 +172,18 @@ class CompiledStep:
                 request.loss,
                 request.settings(),
                 request.minibatch,
-                parameters_of(modules),
+                parameters,
                 [p for group in request.optimizer.param_groups for p in group["params"]],
             )
             if isinstance(traced, str):
                 self._doubt = traced
                 return None
             self._note_trained(traced.trained)
-            inputs = _inputs_of(request, modules, traced.trained)
-            if inputs is None:
+            inputs, was_new = _inputs_of(request, parameters, traced.trained), self._is_new
+            self._is_new = inputs is None
+            if inputs is None:  # an eager step raises, or creates the state
+                if was_new:
+                    self._doubt = NO_STATE
                 return None
             reason = self._reason_to_rest(inputs.structure)
             if reason is None:
@@ -332,13 +339,21 @@ class CompiledStep:
         return replayed(minibatch, numbers, halted)
 
 
-def _obstacle(loss: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
+def _obstacle(
+    loss: nn.Module,
+    modules: Mapping[str, nn.Module],
+    parameters: Sequence[tuple[tuple[str, ...], Tensor]],
+) -> str | None:
     """Return why a loss runs eagerly, or None."""
     if getattr(loss, "functional", False):
         return "functional=True keeps parameters apart from networks; pass functional=False"
     if have_hooks(modules, ignored=loss):
         return "a module or parameter of the networks has a hook, or a forward of its own"
-    return None
+    if any(p.is_complex() for _, p in parameters):
+        return "a parameter is complex"
+    if torch.is_anomaly_enabled():
+        return "torch looks for anomalies"
+    return "Tensor.backward is replaced" if Tensor.backward is not _backward else None
 
 
 def _creates_state(request: Request) -> bool:
@@ -353,13 +368,15 @@ def _creates_state(request: Request) -> bool:
 
 
 def _inputs_of(
-    request: Request, modules: Mapping[str, nn.Module], trained: frozenset[str]
+    request: Request,
+    trainable: Sequence[tuple[tuple[str, ...], Tensor]],
+    trained: frozenset[str],
 ) -> Inputs | None:
     """Look up structure and tensors; None: no parameter is trained, or the optimizer is new."""
     optimizer, settings = request.optimizer, request.settings()
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     chosen, others = [], []
-    for names, p in parameters_of(modules):
+    for names, p in trainable:
         (chosen if names[0] in trained and id(p) in held else others).append((names, p))
     parameters = [p for _, p in chosen]
     groups = None if settings.returns_gradients else groups_of(optimizer, parameters)
@@ -369,10 +386,13 @@ def _inputs_of(
     for p, state in zip(parameters, states, strict=False):
         if state["step"].device != p.device:  # without fused or capturable each step would wait
             state["step"] = state["step"].to(p.device, non_blocking=True)
+    places = [p.data_ptr() or -n for n, (_, p) in enumerate([*chosen, *others])]  # 0: no numbers
+    is_shared = len({*places}) < len(places)
     structure = Structure(
         tuple(names for names, _ in chosen),
         tuple(names for names, _ in others),
         tuple(n for n, p in enumerate(parameters) if p.ndim == 0),
+        tuple(map(places.index, places)) if is_shared else (),
         groups,
         settings,
     )

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
@@ -36,6 +36,7 @@ class Structure(NamedTuple):
     names: tuple[tuple[str, ...], ...]  #: places of each trained parameter in the loss
     fixed: tuple[tuple[str, ...], ...]  #: places of parameters that have no gradient
     scalars: tuple[int, ...]  #: positions of trained parameters without dimensions
+    shared: tuple[int, ...]  #: for each, the first in the same memory; empty if all have their own
     groups: tuple[Group, ...] | None  #: of an Adam in the graph; None if the optimizer is outside
     settings: Settings
 
@@ -46,6 +47,7 @@ class Signature(NamedTuple):
     keys: list[NestedKey]  #: of the row
     kinds: list[tuple[int, torch.dtype] | None]  #: dimensions and dtype; None: as in the row
     other_keys: list[NestedKey]
+    no_tensors: list[NestedKey]  #: left out
 
 
 class Outputs(NamedTuple):
@@ -60,7 +62,7 @@ class Outputs(NamedTuple):
 
     def outcome(self) -> Outcome:
         """Return the outcome of the step, without its decision."""
-        keys, kinds, other_keys = self.signature
+        keys, kinds, other_keys, _ = self.signature
         outcome = Outcome(None, (keys, kinds, self.row), self.norm)
         if other_keys:
             others = dict(zip(other_keys, self.others, strict=True))
@@ -100,7 +102,7 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         numbers: Tensor,
         halted: Tensor,
     ) -> Outputs:
-        structure, signature = constants(), Signature([], [], [])
+        structure, signature = constants(), Signature([], [], [], [])
         settings = structure.settings
         scale = numbers[0].float() if settings.returns_gradients else 1.0
         function = differentiated(holder, signature, structure, fixed, minibatch, scale)
@@ -156,7 +158,9 @@ def total_loss(
         context = torch.autocast(settings.device_type, settings.amp_dtype)
     with context:
         outputs = run_loss()
-    keys, kinds, other_keys = signature
+    keys, kinds, other_keys, no_tensors = signature
+    names = outputs.keys(True, True, is_leaf=is_leaf_nontensor)
+    no_tensors += [key for key in names if not isinstance(outputs.get(key), Tensor)]
     total, kls = total_and_kls(outputs, settings.kl_key, needs_kl=settings.needs_kl)
     row, others = [], []
     for key, value in outputs.items(True, True):

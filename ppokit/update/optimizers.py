@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import lr_scheduler
+from torch.optim import adam, lr_scheduler  # pyright: ignore[reportAttributeAccessIssue]
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+_adam = adam.adam
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -56,6 +57,7 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
         or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
         or not (step is None or is_plain)
         or not type(optimizer).step.__module__.startswith("torch.optim.")  # replaced in the class
+        or adam.adam is not _adam
     )
 
 

@@ -24,8 +24,9 @@ from ppokit.update.graph import (
 
 MARK = (1,) * 16  # dimensions by which the total is found among all results of a graph
 OTHER_CODE = (
-    "the loss reaches a parameter in other ways than by its name in a module, or asks for its "
-    "class or requires_grad, and a graph has another tensor in its place"
+    "the loss reaches a parameter in other ways than by its name in a module, asks for its class "
+    "or requires_grad, or computes with torch.func or NumPy's numbers (use float()): a graph would "
+    "not do the same"
 )
 OTHER_GRADIENTS = "the losses have gradients of tensors that are not the optimizer's and the loss's"
 WRITES = "the loss changes entries of its minibatch, and a graph would not"
@@ -69,7 +70,7 @@ def trace_losses(
     holder, trained, found = _MarkedHolder(loss), set[Tensor](), list[Any]()
 
     def losses(minibatch: TensorDictBase) -> Any:
-        batch, signature = minibatch.copy(), Signature([], [], [])
+        batch, signature = minibatch.copy(), Signature([], [], [], [])
         total, results = total_loss(lambda: holder(batch), settings, signature)
         keys, others = list(minibatch.keys(True, True)), list(batch.keys(True, True))
         is_same = keys == others and all(batch.get(x) is minibatch.get(x) for x in keys)
@@ -92,6 +93,8 @@ def trace_losses(
     is_same, *keys = notes.last
     if not is_same:
         return WRITES
+    if no_tensors := keys[-1]:
+        return f"the loss returns entries that are no tensors, {[*no_tensors]}"
     if not trained <= names.keys() & {*held}:
         return OTHER_GRADIENTS
     return TracedLosses(frozenset(names[x] for x in trained), *found, keys=keys)
@@ -115,7 +118,7 @@ def difference(
     places = {x: names[0] for x, names in pairs}
 
     def differentiate(minibatch: TensorDictBase, values: list[Tensor], fixed: list[Tensor]) -> Any:
-        signature = Signature([], [], [])
+        signature = Signature([], [], [], [])
         function = differentiated(holder, signature, structure, fixed, minibatch, 1.0)
         gradients, (total, results) = function(values)
         return notes.add(*map(tuple, signature)), total.view(*MARK), results, gradients

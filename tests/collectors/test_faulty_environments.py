@@ -390,6 +390,29 @@ def test_numbers_that_a_cast_would_change(space: spaces.Space, value: Any, messa
         collect(partial(Numbers, space, value), **INDICES)
 
 
+@pytest.mark.parametrize("encoding", [True, False])
+@pytest.mark.parametrize(
+    ("space", "value", "bad"),
+    [
+        (spaces.Discrete(4), -1, -1),
+        (spaces.Discrete(4), 4, 4),
+        (spaces.MultiDiscrete([2, 3]), [1, 3], 3),
+        (spaces.MultiDiscrete([2, 3]), [2, 2], 2),
+        (spaces.MultiBinary(3), [256, 0, 1], 256),
+        (spaces.Tuple([spaces.Discrete(3), spaces.Discrete(3)]), (0, 3), 3),
+    ],
+    ids=str,
+)
+def test_choices_that_the_space_does_not_have(
+    space: spaces.Space, value: Any, bad: int, encoding: bool
+):
+    options = INDICES | {"categorical_action_encoding": encoding}
+    options["policy"] = ReadsNothing(one_hot=not encoding)
+    message = f"Environment 0 returned the observation 'observation' with {bad}, .* choices"
+    with pytest.raises(ValueError, match=message):
+        collect(partial(Numbers, space, value), **options)
+
+
 @pytest.mark.parametrize(
     ("space", "value"),
     [(PIXELS, np.array([3, 255])), (PIXELS, [3.0, 255.0]), (spaces.Discrete(256), np.int32(3))],

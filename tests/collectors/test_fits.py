@@ -13,8 +13,8 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict.nn import InteractionType, TensorDictModule
+from torch import Tensor, nn
 from torch import distributions as d
-from torch import nn
 from torchrl.modules import (
     Delta,
     IndependentNormal,
@@ -88,7 +88,7 @@ def test_an_action_has_the_shape_of_its_space(shape: tuple[int, ...], nested: bo
 
 def test_bits_are_whole_numbers():
     policy = TensorDictModule(lambda x: x * 0 + 0.5, ["observation"], ["action"])
-    with pytest.raises(ValueError, match=r"MultiBinary\(2\) has whole numbers"):
+    with pytest.raises(ValueError, match=r"chose 0\.5 in 'action', and the space is MultiBinary"):
         collect(partial(Samples, BOX, spaces.MultiBinary(2)), policy)
 
 
@@ -140,6 +140,51 @@ def test_a_distribution_of_numbers_for_whole_numbers():
     for dtype in (torch.float32, torch.int32, torch.int64):
         rounded = TensorDictModule(lambda x, t=dtype: x.round().to(t), ["observation"], ["action"])
         assert collect(partial(Samples, BOX, space), rounded)["action"].dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("space", "right", "wrong"),
+    [
+        (spaces.Discrete(3), 2.0, 1.7),
+        (spaces.Discrete(3), 2, 3),
+        (spaces.MultiDiscrete([2, 3]), 1.0, 0.7),
+        (spaces.MultiBinary(2), 1, 3),
+        (spaces.MultiBinary(2), 1.0, -1.0),
+    ],
+    ids=str,
+)
+def test_choices_that_a_policy_writes(space: spaces.Space, right: float, wrong: float):
+    policy = lambda value: TensorDictModule(  # noqa: E731
+        lambda x: torch.full((len(x), *space.shape), value), ["observation"], ["action"]
+    )
+    env = Samples(BOX, space)
+    collect(lambda: env, policy(right), categorical_action_encoding=True)
+    assert all(space.contains(action) for action in env.actions)
+    with pytest.raises(ValueError, match=r"The policy chose .* in 'action', and the space"):
+        collect(partial(Samples, BOX, space), policy(wrong), categorical_action_encoding=True)
+
+
+def test_a_vector_environment_gets_actions_of_its_dtype():
+    space = spaces.Discrete(3, dtype=np.int32)
+    envs = [Samples(BOX, space) for _ in range(2)]
+    mode = gym.vector.AutoresetMode.SAME_STEP
+    together = gym.vector.SyncVectorEnv([lambda e=e: e for e in envs], autoreset_mode=mode)
+    collect(together, actor_critic((BOX, space))[0])
+    assert all(space.contains(action) for env in envs for action in env.actions)
+
+
+class Negative(nn.Module):
+    """Gives a scale below 0."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, -torch.ones_like(x)
+
+
+def test_a_log_probability_that_is_no_number_is_named():
+    network = TensorDictModule(Negative(), ["observation"], ["loc", "scale"])
+    policy = actor_of(network, IndependentNormal)
+    with pytest.raises(ValueError, match=r"action_log_prob.*is nan"):
+        collect(partial(Samples, BOX, BOX), policy)
 
 
 def test_bounds_may_be_arrays_of_several():

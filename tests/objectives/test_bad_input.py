@@ -150,6 +150,9 @@ def test_a_coefficient_out_of_range_raises_wherever_it_comes_from(name: str, val
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"entropy_coeff": {"a": 0.1, "b": -1.0}}, ValueError, "entropy_coeff must lie in"),
     ({"clip_epsilon": (0.2, -0.1)}, ValueError, "clip_epsilon"),
+    ({"clip_epsilon": (0.2,)}, ValueError, r"a number or two, \(low, high\), got \(0.2,\)"),
+    ({"clip_epsilon": None}, ValueError, "clip_epsilon must be a number or two"),
+    ({"entropy_coeff": "a"}, ValueError, "entropy_coeff must lie in"),
     ({"ent_coef": 0.1}, TypeError, "no argument 'ent_coef'.*Did you mean entropy_coeff"),
     ({"vf_coef": 0.1}, TypeError, "no argument 'vf_coef'.*Did you mean critic_coeff"),
     ({"clip_range": 0.1}, TypeError, "no argument 'clip_range'.*Did you mean clip_epsilon"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs import InitTracker
@@ -73,11 +73,18 @@ def values_step_by_step(agent: Agent, batches: list[Any]) -> tuple[Tensor, Tenso
 
 
 @every_setup
+@pytest.mark.parametrize("shifted", [None, False, True, "target"])
 @torch.no_grad()
-def test_values_equal_a_step_by_step_run(setup):
+def test_values_equal_a_step_by_step_run(setup, shifted):
     agent, batch = given(setup)
     value, next_value = values_step_by_step(agent, collected(*setup)[1])
-    batch = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)
+    options: dict[str, Any] = {} if shifted == "target" else {"shifted": shifted}
+    gae, critic = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic, **options), agent.critic
+    if shifted == "target":
+        parameters = TensorDict.from_module(critic).clone()
+        gae(batch, params=parameters, target_params=parameters.clone())
+    else:
+        gae(batch)
     torch.testing.assert_close(batch["state_value"], value, rtol=0, atol=1e-5)
     torch.testing.assert_close(batch["next", "state_value"], next_value, rtol=0, atol=1e-5)
 
@@ -265,3 +272,12 @@ def test_a_compiled_loss_uses_a_mask_that_appears_later():
         results = [outcome(each, minibatch) for each in (compiled, eager)]
         assert all(gradient.any() for gradient in results[0][1])
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_steps_that_a_recurrent_critic_cannot_take_raise():
+    agent, batch = given(SETUPS[0])
+    with pytest.raises(ValueError, match=r"'advantage' is not in the batch.*recurrent critic.*GAE"):
+        make_loss(agent)(batch.clone())
+    batch["steps_to_next_obs"] = torch.full(batch.shape, 3).unsqueeze(-1)
+    with pytest.raises(ValueError, match="'steps_to_next_obs' skips several"):
+        GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)

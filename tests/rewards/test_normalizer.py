@@ -264,6 +264,8 @@ def test_bad_batches_raise_and_change_nothing(make, error, match):
     [
         ({"gamma": 1.01}, r"gamma must lie in \[0, 1\]"),
         ({"gamma": math.nan}, r"gamma must lie in \[0, 1\]"),
+        ({"gamma": None}, r"gamma must lie in \[0, 1\].* got None"),
+        ({"gamma": "0.9"}, r"gamma must lie in \[0, 1\].* got '0.9'"),
         ({"statistics": "ema"}, "statistics must be 'running' or 'batch', got 'ema'"),
         ({"nonfinite": "skip"}, "nonfinite must be 'raise' or 'ignore', got 'skip'"),
         ({"clip": 0.0}, "clip must be positive or None, got 0.0"),
@@ -313,3 +315,14 @@ def test_a_state_that_no_rewards_give_is_not_loaded(name: str, value: list[float
     assert normalizer.env_returns.numel() == 0
     good = state | {name: torch.tensor([3.0, -1, 2, 0.5][: len(value)], dtype=torch.float64)}
     normalizer.load_state_dict(good)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.clamp_(-5, 5), lambda x: x.mul_(0.5)])
+def test_a_reward_that_was_changed_in_place_is_not_normalized_again(change: Any):
+    normalizer, batch = RewardNormalizer(), make_rollout(0, 2, 4, 0.2)
+    raw = normalizer(batch)["next", "raw_reward"].clone()
+    change(batch["next", "reward"])
+    with pytest.raises(ValueError, match="Keep one of them"):
+        normalizer(batch)
+    assert torch.equal(batch["next", "raw_reward"], raw)
+    assert normalizer.count == batch.numel()

@@ -20,6 +20,7 @@ from ppokit import (
     DualClipPPOLoss,
     InterpSchedule,
     KLEarlyStopper,
+    ObservationNormalizer,
     ParameterScheduler,
     StepSchedule,
     TrainingStep,
@@ -226,3 +227,40 @@ def test_an_attribute_that_a_module_passes_on_is_written_where_it_lives():
     ParameterScheduler({"temperature": (module, schedule)}).step(100)
     assert network.temperature == 1.0
     assert "temperature" not in vars(module)
+
+
+@pytest.mark.parametrize("name", ["clip", "epsilon"])
+def test_an_attribute_of_the_observation_normalizer_is_checked_at_construction(name: str):
+    optimizer, schedule = make_optimizer(), InterpSchedule([(0, 5.0), (100, 0.0)])
+    before = rates(optimizer)
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        ParameterScheduler({"lr": (optimizer, LINE), name: (ObservationNormalizer(2), schedule)})
+    assert rates(optimizer) == before
+
+
+class Refuses:
+    """Has an attribute whose setter takes no value above 2."""
+
+    def __init__(self) -> None:
+        self._level = 0.0
+
+    @property
+    def level(self) -> float:
+        return self._level
+
+    @level.setter
+    def level(self, value: float) -> None:
+        if value > 2:
+            raise ValueError("too high")
+        self._level = value
+
+
+def test_a_setter_that_raises_takes_back_what_was_written():
+    optimizer, holder = make_optimizer(), Refuses()
+    schedule = InterpSchedule([(0, 1.0), (100, 3.0)])
+    scheduler = ParameterScheduler({"lr": (optimizer, LINE), "level": (holder, schedule)})
+    scheduler.step(10)
+    before = rates(optimizer), holder.level, int(scheduler.frames)
+    with pytest.raises(ValueError, match="too high"):
+        scheduler.step(90)
+    assert (rates(optimizer), holder.level, int(scheduler.frames)) == before

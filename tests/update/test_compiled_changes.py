@@ -12,6 +12,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -333,6 +334,49 @@ def test_a_graph_with_other_operations_is_not_captured(kind: Any, reason: str):
     torch.testing.assert_close(runs[:4], runs[4:], rtol=0, atol=1e-12)
 
 
+class Logs(Squares):
+    """Returns a text beside its loss."""
+
+    def forward(self, minibatch: Any) -> TensorDict:
+        return super().forward(minibatch).set("phase", "warmup")
+
+
+def complex_layer() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.scale = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+    forward = lambda module, x: nn.functional.linear(x, module.weight) * module.scale.abs()  # noqa: E731
+    kind = type("Complex", (nn.Linear,), {"forward": forward})
+    layer.__class__ = kind
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("case", ["complex", "text"])
+def test_parameters_and_outputs_that_no_graph_holds(case: str, optimizer: Any):
+    runs = []
+    for compile in (EAGER, False):
+        torch.manual_seed(0)
+        layer = complex_layer() if case == "complex" else nn.Tanh()
+        network = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 1))
+        for part in network.modules():
+            for name, x in part.named_parameters(recurse=False):
+                if not x.is_complex():
+                    setattr(part, name, nn.Parameter(x.detach().to(DTYPE)))
+        loss = (Logs if case == "text" else Squares)(network)
+        step = TrainingStep(loss, optimizer(loss.parameters(), lr=0.1), compile=compile)
+        runs.append([step(minibatch(8, n)) for n in range(3)])
+        if compile:
+            reason = "a parameter is complex" if case == "complex" else "no tensors, ['phase']"
+            assert reason in step.extra_repr()
+        runs[-1] += [*loss.parameters()]
+    for found, expected in zip(*runs, strict=True):
+        if isinstance(found, TensorDict):
+            assert found.keys() == expected.keys()
+            found, expected = found["grad_norm"], expected["grad_norm"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 class Asks(nn.Module):
     """Scales by a weight, in operations that depend on whether it requires a gradient."""
 
@@ -443,6 +487,41 @@ def test_losses_are_traced_seldom(layer: Any, most: int, monkeypatch: pytest.Mon
 
 def checkpointed(layer: Any) -> Tensor:
     return checkpoint(torch.tanh, layer.weight, use_reentrant=False)  # pyright: ignore
+
+
+class Reentrant(nn.Module):
+    """Checkpoints its activations in a way that has no gradient in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, torch.ones(len(x), 3, dtype=x.dtype), use_reentrant=True)  # pyright: ignore
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_a_parameter_that_only_a_graph_would_train(monkeypatch: pytest.MonkeyPatch):
+    traces, trace = [], compiled.trace_losses
+    monkeypatch.setattr(compiled, "trace_losses", lambda *x: traces.append(1) or trace(*x))
+    step = make_step(Reentrant(), EAGER)
+    for number in range(9):
+        step(minibatch(8, number))
+    assert "does not train all parameters" in step.extra_repr()
+    assert len(traces) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_a_graph_is_captured_after_anomaly_detection():
+    step = make_step(nn.Tanh(), EAGER)
+    with torch.autograd.set_detect_anomaly(True):
+        for number in range(3):
+            step(minibatch(8, number))
+        assert "anomalies" in step.extra_repr()
+    step(minibatch(8, 3))
+    assert step.extra_repr().endswith("compiled")
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
@@ -612,6 +691,51 @@ def replace_softplus(step: TrainingStep) -> Callable[[], None]:
     return lambda: setattr(F, "softplus", old)
 
 
+def replace_adam(step: TrainingStep) -> Callable[[], None]:
+    module: Any = import_module("torch.optim.adam")
+    old = module.adam
+    module.adam = lambda *args, **options: old(*args, **options | {"lr": 0.2})
+    return lambda: setattr(module, "adam", old)
+
+
+def replace_backward(step: TrainingStep) -> Callable[[], None]:
+    old = Tensor.backward
+    Tensor.backward = lambda loss, *args, **options: old(3 * loss, *args, **options)  # pyright: ignore
+    return lambda: setattr(Tensor, "backward", old)
+
+
+def share_memory(step: TrainingStep) -> None:
+    first, last = step.loss.network[0], step.loss.network[1].first
+    last.weight.data = first.weight.data
+
+
+def register_again(step: TrainingStep) -> None:
+    for handle in step.loss.__dict__.pop("handles", []):
+        handle.remove()
+    double = lambda *given: given[-1].apply(lambda x: x * len(given))  # noqa: E731
+    with_kwargs = "hooked" in step.loss.__dict__
+    step.loss.__dict__["hooked"] = True
+    step.loss.__dict__["handles"] = [
+        step.loss.register_forward_hook(HOOKS.setdefault("double", double), with_kwargs=with_kwargs)
+    ]
+
+
+HOOKS: dict[str, Any] = {}
+
+
+class Twice(nn.Module):
+    """A layer with a second weight of the first one's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        nn.init.constant_(self.first.weight, 0.3)
+        nn.init.zeros_(self.first.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + self.first(x[:, :3])
+
+
 def nothing(step: TrainingStep) -> None:
     pass
 
@@ -625,6 +749,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Any], tuple[int, ...]]] = {
     "a hook of all optimizers": (nn.Tanh, [hook_every_optimizer, nothing], (8,)),
     "a function of torch": (Softplus, [replace_softplus], (8,)),
     "a network that counts": (Counts, [nothing, nothing], (8,)),
+    "a function of the optimizer": (nn.Tanh, [replace_adam], (8,)),
+    "backward of tensors": (nn.Tanh, [replace_backward], (8,)),
+    "memory that parameters share": (Twice, [share_memory], (8,)),
+    "a hook that is registered again": (nn.Tanh, [register_again, register_again], (8,)),
 }
 
 

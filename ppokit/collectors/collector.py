@@ -156,11 +156,11 @@ class GymCollector(TorchrlInterface):
     ) -> None:
         yields = replay_buffer is trajs_per_batch is None
         super().__init__(kwargs, policy, device, worker_idx=worker_idx, yields_batches=yields)
+        num_envs = whole().check(num_envs, "num_envs")
         self.total_frames, self.frames_per_batch = total_frames, frames_per_batch
         self.observation_transform, self.postproc = observation_transform, postproc
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
-        num_envs = whole().check(num_envs, "num_envs")
         whole_episodes = trajs_per_batch is not None
         _check_options(
             observation_dtype,

@@ -1,4 +1,4 @@
-"""What torchrl's workers, trainers and Ray need of a collector, besides its batches."""
+"""The base class of a collector: what torchrl's workers and trainers need besides batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TorchrlInterface(BaseCollector):
     """The arguments, hooks, weights and counters of torchrl's collectors.
 
     Args:
-        arguments: those of torchrl's ``Collector`` that have no meaning of their own here. Each is
+        arguments: others of torchrl's ``Collector``, which the collector does not name. Each is
             accepted where it describes what the collector does anyway, or is turned off.
         policy: the policy, or None beside a ``policy_factory``.
         device: None if another argument names the device.

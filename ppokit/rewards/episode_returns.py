@@ -106,8 +106,6 @@ class EpisodeReturns:
         of_sums, of_ids = ([] if x is None else [*x.shape] for x in (sums, ids))
         if (sums is not None and of_sums[1:] != [2]) or (ids is not None and of_ids != of_sums[:1]):
             raise ValueError(f"'open' is [N, 2], and 'ids' [N], got {of_sums} and {of_ids}.")
-        if sums is not None and not (sums.isfinite().all() and (sums[:, 1] >= 0).all()):
-            raise ValueError(
-                f"'open' is {sums.tolist()}: finite returns, and lengths of 0 or more."
-            )
+        if sums is not None and not (sums[:, 1] >= 0).all():
+            raise ValueError(f"'open' is {sums.tolist()}: returns, and lengths of at least 0.")
         self._open, self._ids = sums, ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, unravel_key
@@ -20,6 +20,11 @@ IS_INIT = "is_init"  #: whether an episode starts
 BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
 
 Entries = dict[NestedKey, Tensor]
+Options = Mapping[str, Any]  #: arguments of torch.compile, by name
+State = Mapping[str, Any]  #: what state_dict() returns
+Parts = Mapping[str, Any]  #: objects with a state, and plain data, by name
+Shapes = Mapping[NestedKey, tuple[Sequence[int], torch.dtype]]  #: and dtypes, by entry
+Method = TypeVar("Method", bound=Callable[..., Any])
 Policy = Callable[[TensorDictBase], TensorDictBase]  #: any TensorDictModule, or a function
 
 as_key: Callable[[NestedKey], NestedKey] = unravel_key  # the canonical form of a key
@@ -33,23 +38,23 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
     return tensor
 
 
-def check_tensordict(batch: Any, *, who: str) -> None:
+def check_tensordict(batch: object, *, who: str) -> None:
     """Raise a TypeError for another object, such as a dictionary."""
     if not isinstance(batch, TensorDictBase):
         fix = "TensorDict(batch, batch_size=[...])" if isinstance(batch, Mapping) else "a batch"
         raise TypeError(f"{who} needs a TensorDict, got {type(batch).__name__}: pass {fix}.")
 
 
-def takes_tensordict(forward: Any) -> Any:
+def takes_tensordict(forward: Method) -> Method:
     """Let a method that dispatches its arguments raise a TypeError for a dictionary."""
 
     @wraps(forward)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: object, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], dict):
             check_tensordict(args[0], who=type(self).__name__)
         return forward(self, *args, **kwargs)
 
-    return checked
+    return cast("Method", checked)
 
 
 def missing_entry(tensordict: TensorDictBase, key: NestedKey, fix: str) -> KeyError:
@@ -215,7 +220,7 @@ def check_shapes(tensors: Mapping[NestedKey, Tensor], *, fix: str | None = None)
             check_same_shape({repr(as_key(key)): x for key, x in tensors.items()}, fix=fix)
 
 
-def version_of(policy: Any) -> Tensor | None:
+def version_of(policy: Policy) -> Tensor | None:
     """Return a copy of the policy's buffer ``policy_version``, or None."""
     version = getattr(policy, VERSION_KEY, None)
     return version.detach().clone() if isinstance(version, Tensor) else None
@@ -237,15 +242,20 @@ STATE_FIX = (
 )
 
 
-def is_recurrent(network: Any) -> bool:
+def in_keys_of(module: object) -> Sequence[NestedKey]:
+    """Return the keys of the entries that a module reads; none of other objects."""
+    return getattr(module, "in_keys", ())
+
+
+def is_recurrent(network: nn.Module | None) -> bool:
     """Return whether the network reads episode starts, so that it has a state to reset."""
-    return any(is_init(key) for key in getattr(network, "in_keys", ()))
+    return any(is_init(key) for key in in_keys_of(network))
 
 
-def state_keys(network: Any) -> list[NestedKey]:
+def state_keys(network: nn.Module | None) -> list[NestedKey]:
     """Return the keys of the states that the network reads before a step and writes after it."""
     out_keys = getattr(network, "out_keys", ())
-    return [k for k in getattr(network, "in_keys", ()) if ("next", *key_parts(k)) in out_keys]
+    return [k for k in in_keys_of(network) if ("next", *key_parts(k)) in out_keys]
 
 
 def is_init(key: NestedKey) -> bool:
@@ -253,12 +263,12 @@ def is_init(key: NestedKey) -> bool:
     return key_parts(key)[-1] == IS_INIT
 
 
-def stored_keys(*networks: Any) -> list[NestedKey]:
+def stored_keys(*networks: nn.Module | None) -> list[NestedKey]:
     """Return the keys of the states and episode starts that recurrent networks read."""
     keys: dict[NestedKey, None] = {}
     for network in networks:
         if states := state_keys(network):
-            keys |= dict.fromkeys(map(as_key, [*states, *filter(is_init, network.in_keys)]))
+            keys |= dict.fromkeys(map(as_key, [*states, *filter(is_init, in_keys_of(network))]))
     return list(keys)
 
 

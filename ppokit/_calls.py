@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from inspect import getfile
 from itertools import chain
 from operator import itemgetter
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl import modules as rl
 from torchrl.modules import set_recurrent_mode
 
-from ppokit._batch import as_key
+from ppokit._batch import Policy, Shapes, as_key
 
 any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
@@ -34,7 +35,7 @@ _TRACES_LISTS = torch.__version__ >= "2.12"
 hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 
 
-def parts(module: Any) -> list[Any]:
+def parts(module: nn.Module) -> list[Any]:
     """Return the modules that a module calls in turn: the parts of a sequence, or itself."""
     is_sequence = (
         getattr(type(module), "forward", None) is TensorDictSequential.forward
@@ -44,12 +45,12 @@ def parts(module: Any) -> list[Any]:
     )
     if not is_sequence:
         return [module]
-    inner = module.module
+    inner: Any = module.module
     children = inner.values() if isinstance(inner, nn.ModuleDict) else inner
     return [part for child in children for part in parts(child)]
 
 
-def leaves(network: Any) -> Iterator[Any]:
+def leaves(network: object) -> Iterator[Any]:
     """Yield the modules that a sequence of modules calls in turn."""
     own = getattr(network, "__dict__", {})
     network = own.get("_modules", {}).get("_orig_mod", network)  # of torch.compile
@@ -61,7 +62,7 @@ def leaves(network: Any) -> Iterator[Any]:
         yield from leaves(module)
 
 
-def obstacle(module: Any) -> str | None:
+def obstacle(module: nn.Module) -> str | None:
     """Return why a module does more than call a network on entries, or None if it does not."""
     if getattr(type(module), "forward", None) is not TensorDictModule.forward:
         return f"{type(module).__name__} has a forward of its own"
@@ -73,7 +74,7 @@ def obstacle(module: Any) -> str | None:
     return None
 
 
-def overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
+def overridden(part: nn.Module, base: type, names: tuple[str, ...]) -> str | None:
     """Return which of a base class's methods a part overrides, or None."""
     kind = type(part)
     for name in names:
@@ -94,7 +95,7 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     return "forward" in (list(entries) if _TRACES_LISTS else entries) or any_global_hook()
 
 
-def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
+def call(modules: Iterable[nn.Module], tensordict: TensorDictBase) -> TensorDictBase:
     """Call modules in turn on a TensorDict, which they write to, and return the last result.
 
     The networks of modules that only call a network on entries are called on the tensors.
@@ -124,9 +125,9 @@ _TENSORDICT = str(Path(getfile(TensorDictModule)).parents[1])
 def explain(
     error: Exception,
     who: str,
-    given: Mapping[Any, tuple[Any, torch.dtype]],
-    *networks: Any,
-    also: Iterable[Any] = (),
+    given: Shapes,
+    *networks: Policy | None,
+    also: Iterable[NestedKey] = (),
     of_dtypes: str = "Convert the entry, or build the network in that dtype.",
 ) -> None:
     """Raise an error that names the entries, if an operation of torch or tensordict raised it.
@@ -160,13 +161,13 @@ def explain(
     raise ValueError(" ".join(facts)) from error
 
 
-def shapes_of(tensordict: TensorDictBase) -> dict[Any, tuple[Any, torch.dtype]]:
+def shapes_of(tensordict: TensorDictBase) -> Shapes:
     """Return shape and dtype of each entry, for :func:`explain`."""
     items = tensordict.items(True, True)
     return {key: (x.shape, x.dtype) for key, x in items if isinstance(x, Tensor)}
 
 
-def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
+def as_tuple(outputs: object, module: TensorDictModule) -> tuple[Tensor | TensorDictBase, ...]:
     """Return a network's outputs in the order of its module's keys."""
     keys = module.out_keys
     if isinstance(outputs, (dict, TensorDictBase)) and all(key in outputs for key in keys):
@@ -181,7 +182,7 @@ def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
 
 
-def _call_in_recurrent_mode(function: Any, *arguments: Any) -> Any:
+def _call_in_recurrent_mode(function: Callable[..., Any], *arguments: Any) -> Any:
     # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
     with set_recurrent_mode(True):
         return function(*arguments)

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ppokit._batch import Options
 from ppokit._calls import any_global_hook, hooks_in
 
 #: held by captures, and by eager steps beside them: torch's optimizers ask whether any thread is
@@ -41,7 +42,7 @@ class NoGraphError(Exception):
     is_refused = False  #: whether one could have been captured, but may not be
 
 
-def check_options(options: Mapping[str, Any], name: str) -> None:
+def check_options(options: Options, name: str) -> None:
     """Raise for what is no mapping of arguments, or has some that exclude the choice of guards."""
     if not isinstance(options, Mapping):
         raise TypeError(
@@ -95,7 +96,7 @@ class CompiledFunction:
     def __init__(
         self,
         function: Callable[..., Any],
-        options: Mapping[str, Any],
+        options: Options,
         *,
         what: str,
         on_cpu: bool,

@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from ppokit import _checks
-from ppokit._batch import as_key
+from ppokit._batch import Parts, State, as_key
 from ppokit._checks import Checked
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ class WholeState(_Module):
     version is the class attribute ``_version``, which torch writes into every state.
     """
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: State, strict: bool = True, assign: bool = False) -> Any:
         """Load a state that :meth:`state_dict` returned, as ``nn.Module`` does.
 
         Raises:
@@ -60,21 +58,21 @@ class WholeState(_Module):
         """Return the name by which an entry of a state is loaded; to be overridden."""
         return name
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: State) -> None:
         """Raise a ValueError if an entry has a value that the constructor would reject.
 
         Called before this block is loaded. To be overridden; names come from this block's own
         ``state_dict()``, and some may be missing.
         """
 
-    def prepare_load(self, state: Mapping[str, Any]) -> None:
+    def prepare_load(self, state: State) -> None:
         """Prepare for a state that was accepted; to be overridden."""
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: Mapping[str, Any],
+        local_metadata: State,
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -188,7 +186,7 @@ def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
                 restore_part()
 
 
-def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+def load_all(parts: Parts, states: State) -> None:
     """Load the state of every part, or none, and raise a ValueError if one rejects its state."""
     restore, name = [keep_state(part) for part in parts.values()], ""
     try:
@@ -263,7 +261,7 @@ def state_dict_of(part: Any) -> Any:
     return state
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def check_optimizer_state(optimizer: torch.optim.Optimizer, state: State) -> None:
     """Raise a ValueError unless a state is one that this optimizer could have; torch loads any."""
     groups, held, kind = state["param_groups"], state["state"], type(optimizer).__name__
     bases = [type(optimizer)] if is_of_torch(optimizer) else type(optimizer).__mro__

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from ppokit._batch import Parts
 from ppokit._state import check_names, load_all, state_dict_of, state_of
 from ppokit.collectors.policy import heads_of
 
 
-def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
+def save_checkpoint(path: str | os.PathLike[str], parts: Parts) -> None:
     """Write the state of all parts to one file, atomically.
 
     The file is written beside the old one, reaches the disk, and then replaces it: a process that
@@ -75,7 +76,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    parts: Mapping[str, Any],
+    parts: Parts,
     *,
     map_location: torch.device | str | None = None,
 ) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, reduce
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import gymnasium as gym
 import numpy as np
@@ -15,7 +15,15 @@ from gymnasium.wrappers import FilterObservation
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot, Stacked
+from torchrl.data import (
+    Binary,
+    Categorical,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Stacked,
+    TensorSpec,
+)
 from torchrl.envs import GymWrapper
 
 from ppokit._batch import as_key, key_parts
@@ -23,6 +31,7 @@ from ppokit._batch import as_key, key_parts
 MASK = "action_mask"
 
 Shape = tuple[int, ...]
+Info = Mapping[str, Any]  #: beside an observation
 
 
 class Leaf(NamedTuple):
@@ -36,7 +45,7 @@ class Leaf(NamedTuple):
     encode: Callable[[Any], np.ndarray] | None
     choices: np.ndarray | None = None  #: how many there are of each number, counted from 0
 
-    def read(self, observation: Any, info: Mapping[str, Any], env: int) -> Any:
+    def read(self, observation: Any, info: Info, env: int) -> Any:
         """Return the entry, encoded, or raise a ValueError naming environment number ``env``."""
         try:
             value = info[MASK] if self.path is None else reduce(getitem, self.path, observation)
@@ -117,7 +126,7 @@ class OnlySpaces(gym.Env):
         self.action_space = action_space
 
 
-def _holds_arrays(space: Any, *others: type) -> bool:
+def _holds_arrays(space: spaces.Space, *others: type) -> bool:
     """Return whether a space has numbers alone, or its Dicts these others; graphs have neither."""
     if isinstance(space, spaces.Tuple):
         return all(map(_holds_arrays, space.spaces))
@@ -127,7 +136,7 @@ def _holds_arrays(space: Any, *others: type) -> bool:
     return isinstance(space, (*kinds, *others))
 
 
-def _advice(space: Any) -> str:
+def _advice(space: spaces.Space) -> str:
     """Return how to remove what cannot be encoded from an observation."""
     parts = space.spaces if isinstance(space, spaces.Dict) else {}
     kept = [name for name, x in parts.items() if _holds_arrays(x)]
@@ -181,7 +190,7 @@ def gym_env(wrapper: GymWrapper) -> Any:
 
 def observation_leaves(
     wrapper: GymWrapper,
-    info: Mapping[str, Any],
+    info: Info,
     dtype: torch.dtype | None = None,
     reads: Collection[tuple[str, ...]] = (),
 ) -> list[Leaf]:
@@ -207,15 +216,16 @@ def observation_leaves(
     return leaves
 
 
-def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
+def _leaf(key: NestedKey, spec: TensorSpec, space: spaces.Space) -> Leaf:
     path: list[str] = []
     whole = space
     if isinstance(space, spaces.Dict):
         for name in key_parts(key):
             # torchrl calls a "state" by the name of "observation" where there is no such entry
-            renamed = name not in space.spaces and name == "observation"
+            inner = cast("spaces.Dict", space)
+            renamed = name not in inner.spaces and name == "observation"
             path.append("state" if renamed else name)
-            space = space[path[-1]]
+            space = inner[path[-1]]
     if not isinstance(spec.dtype, torch.dtype):
         raise TypeError(f"Observation {key!r} is no array: {space}. {_advice(whole)}")
     shape = tuple(spec.shape)
@@ -226,7 +236,7 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
         raise TypeError(
             f"torchrl has no encoding for observation {key!r}, {space}. {_advice(space)}"
         )
-    encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
+    encode = lambda value: np.asarray(spec.encode(value, ignore_device=True))  # noqa: E731
     return Leaf(key, shape, spec.dtype, tuple(path), (found,), encode, _choices(space))
 
 
@@ -241,7 +251,7 @@ def _choices(space: spaces.Space) -> np.ndarray | None:
     return None if found is None else np.asarray(found)
 
 
-def _shape_of(space: Any) -> Shape | None:
+def _shape_of(space: spaces.Space) -> Shape | None:
     """Return the shape of what a space holds, a Tuple's (like) parts stacked; None of Dicts."""
     if isinstance(space, spaces.Tuple):
         part = _shape_of(space.spaces[0])
@@ -249,7 +259,7 @@ def _shape_of(space: Any) -> Shape | None:
     return space.shape
 
 
-def check_starts(space: Any) -> None:
+def check_starts(space: spaces.Space) -> None:
     """Raise for integers that do not start at 0: torchrl's specs start there."""
     parts = getattr(space, "spaces", ())  # of a Dict or a Tuple
     for part in parts.values() if isinstance(parts, dict) else parts:
@@ -267,8 +277,8 @@ class ActionPart(NamedTuple):
 
     key: NestedKey
     path: tuple[str, ...]  #: names in a Dict action; empty where the action is one array
-    space: Any
-    spec: Any
+    space: spaces.Space
+    spec: TensorSpec
     is_choice: bool  #: of one of several, as an index or one-hot
     joined: bool  #: whether a vector environment takes it in one array
     are_rows: bool  #: whether each environment takes a row of the values as it is
@@ -279,7 +289,7 @@ class ActionPart(NamedTuple):
             return list(values.detach().cpu().numpy().copy())
         if self.is_choice and values.ndim == 1 and not self.joined:
             return (values.long() if values.is_floating_point() else values).tolist()  # indices
-        array = self.spec.to_numpy(values, safe=False)
+        array = cast("np.ndarray", self.spec.to_numpy(values, safe=False))
         if isinstance(self.space, spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.is_choice and array.ndim == 1 and not self.joined:

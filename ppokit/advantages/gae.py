@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from ppokit import _checks
 from ppokit._batch import (
     MASK_KEY,
     TRAJ_KEY,
+    State,
     as_key,
     check_flags,
     check_shapes,
@@ -156,7 +157,7 @@ class GAE(WholeState, TorchRLGAE):
         if value_network is not None and is_recurrent(value_network) and not shifted:
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: State) -> None:
         """Raise a ValueError if gamma or lambda is not in [0, 1], or lambda is to be 1."""
         for name in state.keys() & {"gamma", "lmbda"}:
             check_range(name, state[name], 0, 1, consequence=_DISCOUNT)

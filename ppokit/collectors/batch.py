@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppokit._batch import MASK_KEY, TRAJ_KEY, Entries, get_if_any, key_parts
 from ppokit.functional import reversed_discounted_returns
-from ppokit.spaces import Leaf
+from ppokit.spaces import Info, Leaf
 
 FLAGS = ("done", "terminated", "truncated")
 ALIGNMENT = 64  # bytes
@@ -55,7 +55,7 @@ class Record:
         self.finals: list[Final] = []
         self.starts: list[int] = []  #: environments in the order in which they began an episode
 
-    def write(self, row: int, env: int, observation: Any, info: Mapping[str, Any]) -> None:
+    def write(self, row: int, env: int, observation: Any, info: Info) -> None:
         """Store an observation of one environment."""
         for leaf, array in zip(self.leaves, self.arrays, strict=True):
             array[row, env] = leaf.read(observation, info, env)
@@ -67,7 +67,7 @@ class Record:
         terminated: Any,
         truncated: Any,
         observation: Any,
-        info: Mapping[str, Any],
+        info: Info,
     ) -> None:
         """Store the end of an episode, in an environment that is reset in the same step."""
         self.terminated[time, env], self.truncated[time, env] = terminated, truncated

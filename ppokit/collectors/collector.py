@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import finalize
@@ -18,7 +18,7 @@ from torch import nn
 from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import ExplorationType
 
-from ppokit._batch import IS_INIT, VERSION_KEY, Policy, as_key, key_parts
+from ppokit._batch import IS_INIT, VERSION_KEY, Options, Policy, State, as_key, key_parts
 from ppokit._checks import Checked, whole
 from ppokit._recurrent import check_own_states, recurrent_states
 from ppokit._state import check_names, load_all, state_of
@@ -145,7 +145,7 @@ class GymCollector(TorchrlInterface):
         observation_dtype: torch.dtype | None = torch.float32,
         categorical_action_encoding: bool | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
-        compile_policy: bool | Mapping[str, Any] = False,
+        compile_policy: bool | Options = False,
         step_count: bool = False,
         episode_reward: bool = False,
         trajs_per_batch: int | None = None,
@@ -287,7 +287,7 @@ class GymCollector(TorchrlInterface):
             collector_progress=self._progress("snapshot"),
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: State, strict: bool = True) -> None:
         """Load what :meth:`state_dict` returned, completely or not at all.
 
         The next batch begins new episodes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._batch import MASK_KEY, as_key, check_tensordict, get_tensor, valid_mask
+from ppokit._batch import MASK_KEY, State, as_key, check_tensordict, get_tensor, valid_mask
 from ppokit._calls import leaves
 from ppokit._checks import Checked, positive
 from ppokit._state import WholeState, apply_without_cast
@@ -130,7 +130,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         self.module.frozen.fill_(False)
         return self
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: State) -> None:
         """Raise a ValueError where statistics are not finite, or below 0."""
         for name, x in state.items():
             if not x.isfinite().all() or (not name.endswith("mean") and (x < 0).any()):

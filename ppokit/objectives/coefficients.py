@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss, PPOLoss
 
 from ppokit import _checks
+from ppokit._batch import State
 from ppokit._checks import check_range
 from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
@@ -42,7 +43,7 @@ _ELSEWHERE = {
 }
 
 
-def check_arguments(coefficients: Mapping[str, Any]) -> None:
+def check_arguments(coefficients: State) -> None:
     """Raise if a coefficient is out of range: a number, or several of one name."""
     for name, value in coefficients.items():
         if name == "clip_epsilon" and isinstance(value, (tuple, list)) and len(value) == 2:
@@ -54,7 +55,7 @@ def check_arguments(coefficients: Mapping[str, Any]) -> None:
                 check_coefficient(name, number)
 
 
-def check_can_be_set(name: str, value: Any, attributes: Mapping[str, Any]) -> None:
+def check_can_be_set(name: str, value: Any, attributes: State) -> None:
     """Raise if a coefficient is set that a loss was built without, or out of range.
 
     Args:

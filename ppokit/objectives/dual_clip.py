@@ -29,6 +29,7 @@ from torchrl.objectives import ClipPPOLoss
 from ppokit._batch import (
     BURN_IN_KEY,
     TRAJ_KEY,
+    State,
     as_key,
     check_stored,
     check_trajectories,
@@ -186,8 +187,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         }
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         head = terms.last_module(self.actor_network)
-        if getattr(head, "distribution_class", None) is CompositeDistribution:
-            keys = {"action": head.dist_sample_keys}  # torchrl reads the first head, or none
+        if head is not None and head.distribution_class is CompositeDistribution:
+            keys: dict[str, Any] = {
+                "action": head.dist_sample_keys
+            }  # torchrl reads the first head, or none
             if not composite_lp_aggregate():
                 keys["sample_log_prob"] = head.log_prob_keys
             self.set_keys(**keys)
@@ -455,9 +458,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         if self.max_importance_ratio is not None:
             largest = self.max_importance_ratio.log() - log_ratio.detach()
             correction = largest.clamp(max=0) if correction is None else correction.minimum(largest)
-        if self.delay_actor or None in of_heads:
-            of_heads = {}
-        return log_ratio, distribution, correction, of_heads
+        known = {} if self.delay_actor else of_heads
+        heads = {key: x for key, x in known.items() if key is not None}
+        return log_ratio, distribution, correction, heads
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -512,7 +515,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         is_composite = isinstance(dist, CompositeDistribution)
         of_heads = is_composite or isinstance(key, list)
         action = given.select(*key_list(key)) if of_heads else given.get(key)
-        heads = dist.dists.items() if is_composite else [] if of_heads else [(key, dist)]
+        heads: Any = dist.dists.items() if is_composite else [] if of_heads else [(key, dist)]
         for name, head in heads:
             if isinstance(head, Distribution):
                 terms.check_action(name, given.get(name), head.batch_shape + head.event_shape)
@@ -555,7 +558,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             check_can_be_set(name, value, vars(self))
         super().__setattr__(name, value)
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: State) -> None:
         """Raise a ValueError if a state holds a coefficient that the constructor rejects."""
         for name in (*self._all_schedulable_buffers, "head_entropy_coeff"):
             check_coefficient(name, state.get(name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
@@ -23,7 +23,7 @@ from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit import _checks
-from ppokit._batch import as_key, get_if_any, key_parts
+from ppokit._batch import Entries, as_key, get_if_any, key_parts
 from ppokit._calls import overridden
 from ppokit.functional import kl_estimate, masked_std
 from ppokit.functional.surrogates import clip_log_ratio
@@ -35,22 +35,25 @@ from ppokit.policies.distributions import (
     sum_of_heads,
 )
 
+LogProbs = Tensor | TensorDictBase  #: of the whole action, or of each head
+Keys = NestedKey | list[NestedKey]
 _OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
 _DTYPES = (torch.float32, torch.float64)
 
 
-def last_module(actor: Any) -> Any:
+def last_module(actor: nn.Module) -> ProbabilisticTensorDictModule | None:
     """Return the module that makes the distribution, or None if the actor does so itself."""
-    is_plain = (
-        isinstance(actor, ProbabilisticTensorDictSequential)
-        and isinstance(actor.module, nn.ModuleList)
-        and not actor.return_composite
-        and overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) is None
-    )
-    return list(actor.module)[-1] if is_plain else None
+    if not isinstance(actor, ProbabilisticTensorDictSequential):
+        return None
+    is_plain = isinstance(actor.module, nn.ModuleList) and not actor.return_composite
+    if not is_plain or overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR):
+        return None
+    return cast("ProbabilisticTensorDictModule", actor.module[-1])
 
 
-def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
+def known_distribution(
+    head: nn.Module | None, entries: Entries | TensorDictBase
+) -> KnownDistribution | None:
     """Return the known distribution that a module makes of these entries, or None."""
     if not isinstance(head, ProbabilisticTensorDictModule):
         return None
@@ -59,7 +62,7 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
     if isinstance(family, str) or overridden(head, ProbabilisticTensorDictModule, ("get_dist",)):
         return None
     by_name = dict(zip(names, head.in_keys, strict=True))
-    first, *others = (entries.get(by_name[name], None) for name in family.names)
+    first, *others = [cast("Any", entries.get(by_name[name], None)) for name in family.names]
     if not isinstance(first, Tensor) or not first.ndim or first.dtype not in _DTYPES:
         return None
     for name, x in zip(family.names[1:], others, strict=True):
@@ -69,7 +72,7 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
     return family(first, *others)
 
 
-def check_action(key: Any, action: Tensor, size: torch.Size) -> None:
+def check_action(key: NestedKey, action: Tensor, size: torch.Size) -> None:
     """Raise a ValueError for an action that would broadcast to the ``size`` of a distribution."""
     pairs = list(zip(action.shape, size, strict=False))
     if action.ndim == len(size) and any(x == 1 < y for x, y in pairs):
@@ -80,8 +83,13 @@ def check_action(key: Any, action: Tensor, size: torch.Size) -> None:
 
 
 def log_ratios(
-    new: Any, old: Any, ndim: int, *, log_prob_key: Any, action_key: Any
-) -> dict[Any, Tensor]:
+    new: LogProbs,
+    old: LogProbs,
+    ndim: int,
+    *,
+    log_prob_key: Keys,
+    action_key: Keys,
+) -> dict[NestedKey | None, Tensor]:
     """Return the log-ratio ``[*B]`` of each head, or that of all heads together under None."""
     if isinstance(new, Tensor) or isinstance(old, Tensor):
         new, old = (
@@ -105,7 +113,9 @@ def log_ratios(
     return {key: sum_of_heads([x - stored], ndim) for key, (x, stored) in pairs.items()}
 
 
-def expanded_advantage(advantage: Tensor, log_ratio: Tensor, *, key: Any, of_ratio: Any) -> Tensor:
+def expanded_advantage(
+    advantage: Tensor, log_ratio: Tensor, *, key: NestedKey, of_ratio: Keys | None
+) -> Tensor:
     """Return the advantage in the shape of the log-ratio ``[*B, 1]``; a team's is its agents'.
 
     ``key`` and ``of_ratio`` are the keys of advantage and log-probability.
@@ -121,9 +131,11 @@ def expanded_advantage(advantage: Tensor, log_ratio: Tensor, *, key: Any, of_rat
     return expand_as_right(advantage.squeeze(-1), log_ratio)
 
 
-def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
+def stored_parameters(
+    head: ProbabilisticTensorDictModule, tensordict: TensorDictBase
+) -> Entries | None:
     """Return the parameters that a ProbabilisticActor stored at collection, or None."""
-    values: dict[Any, Any] = {}
+    values: dict[NestedKey, Any] = {}
     for key in head.in_keys:
         entry: Any = get_if_any(tensordict, key)
         nested = is_tensor_collection(entry)  # of a composite distribution
@@ -133,9 +145,9 @@ def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor
 
 
 def exact_kl(
-    head: Any,
-    old: Mapping[Any, Tensor],
-    new: Mapping[Any, Tensor],
+    head: ProbabilisticTensorDictModule,
+    old: Entries,
+    new: Entries,
     coefficient: Tensor,
     size: torch.Size,
 ) -> Tensor | None:
@@ -183,18 +195,20 @@ def _divergence(old: Any, new: Any) -> Tensor | None:
 
 
 def clipped_loss(
-    log_ratio: Tensor, correction: Any, advantage: Tensor, low: Any, high: Any, upper: Any
+    log_ratio: Tensor,
+    correction: Tensor | None,
+    advantage: Tensor,
+    low: Tensor,
+    high: Tensor,
+    upper: Tensor | None,
 ) -> Tensor:
     """Return the negative clipped objective ``[*B, 1]``; ``upper`` is the log of the dual clip.
 
     Clipping is relative to the policy of ``log_ratio``; ``correction`` is the log-ratio of that
     policy to the one that collected the data, which the dual clip includes.
     """
-    if upper is None:
-        upper = math.inf
-    elif correction is not None:
-        upper = upper - correction
-    clipped = clip_log_ratio(log_ratio, advantage, low, high, upper)
+    bound = math.inf if upper is None else upper if correction is None else upper - correction
+    clipped = clip_log_ratio(log_ratio, advantage, low, high, bound)
     return (clipped if correction is None else clipped + correction).exp() * -advantage
 
 
@@ -217,7 +231,7 @@ def _is_read_as_nonzero(number: Tensor) -> bool:
 
 
 def entropy_loss(
-    entropy: Any, coefficient: Tensor, coefficients: Mapping[NestedKey, Tensor] | None
+    entropy: LogProbs, coefficient: Tensor, coefficients: Mapping[NestedKey, Tensor] | None
 ) -> Tensor:
     """Return the negative entropy ``[*B, 1]``, times the coefficient of each head if it has one.
 
@@ -242,7 +256,7 @@ def entropy_loss(
     return torch.stack(terms).sum(0)
 
 
-def total_entropy(entropy: Any) -> Tensor:
+def total_entropy(entropy: LogProbs) -> Tensor:
     """Return the sum ``[*B, 1]`` of the entropies of all heads."""
     if isinstance(entropy, Tensor):
         return entropy
@@ -250,10 +264,14 @@ def total_entropy(entropy: Any) -> Tensor:
 
 
 def kl_penalty(
-    head: Any, old: Any, minibatch: TensorDictBase, coefficient: Tensor, log_ratio: Tensor
+    head: ProbabilisticTensorDictModule | None,
+    old: Entries | None,
+    minibatch: TensorDictBase,
+    coefficient: Tensor,
+    log_ratio: Tensor,
 ) -> Tensor:
     """Return KL(old || new) ``[*B, 1]``: exact if the old parameters are known, or k3."""
-    if old is not None:
+    if head is not None and old is not None:
         new = {key: minibatch.get(key) for key in old}
         kl = exact_kl(head, old, new, coefficient, log_ratio.shape[:-1])
         if kl is not None and kl.shape == log_ratio.shape:

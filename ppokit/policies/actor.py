@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._batch import Entries, as_key, version_of, write_policy_version
+from ppokit._batch import Entries, Options, as_key, version_of, write_policy_version
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.policies.tensor_policy import check_written, find_tensor_policy
 
@@ -50,7 +49,7 @@ class TensorActor(TensorDictModuleBase):
         ['action', 'action_log_prob', 'logits', 'observation']
     """
 
-    def __init__(self, actor: Any, *, compile: bool | Mapping[str, Any] = False) -> None:
+    def __init__(self, actor: Any, *, compile: bool | Options = False) -> None:
         super().__init__()
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")

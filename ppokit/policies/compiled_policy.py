@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import IS_INIT, Entries, Policy
+from ppokit._batch import IS_INIT, Entries, Options, Policy, State
 from ppokit._compiling import (
     Budget,
     CompiledFunction,
@@ -38,7 +38,7 @@ class CompiledPolicy:
     another capture pays. If a graph changes what graphs depend on, every call checks them.
     """
 
-    def __init__(self, compile_policy: bool | Mapping[str, Any]) -> None:
+    def __init__(self, compile_policy: bool | Options) -> None:
         self._options: Any = {} if compile_policy in (True, None) else compile_policy
         check_options(self._options, "compile_policy")
         if self._options.get("dynamic"):
@@ -59,7 +59,7 @@ class CompiledPolicy:
         """Leave out the captured functions: a copy captures its own."""
         return {"compile_policy": self._options}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         self.__init__(**state)
 
     def begin(self, policy: Policy, transform: TensorDictModuleBase | None) -> bool:

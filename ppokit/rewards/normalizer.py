@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torchrl.envs import EnvBase, Transform
 from ppokit._batch import (
     MASK_KEY,
     TRAJ_KEY,
+    State,
     as_key,
     check_tensordict,
     check_writable,
@@ -392,7 +392,7 @@ class RewardNormalizer(WholeState, Transform):
 
     # -- state -----------------------------------------------------------------
 
-    def prepare_load(self, state: Mapping[str, Any]) -> None:
+    def prepare_load(self, state: State) -> None:
         """Give the buffers the shapes of the state; the number of trajectories may differ."""
         # New tensors: a copy into the old ones would change clones and states that share them.
         for name, buffer in dict(self.named_buffers(recurse=False)).items():
@@ -406,7 +406,7 @@ class RewardNormalizer(WholeState, Transform):
         # A copy is in no collector yet, and does not need a batch's rewards.
         return {**super().__getstate__(), "_written": None}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: State) -> None:
         """Raise a ValueError where a number is out of range, or an open return has no id."""
         for name in ("moments", "open_returns", "env_returns"):
             x = state.get(name, self.moments)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ppokit._batch import State
 from ppokit._checks import Checked, check_range, check_same_shape
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
@@ -130,7 +130,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
             )
         return coefficient
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: State) -> None:
         """Raise a ValueError if the coefficient is out of range."""
         for name, given in state.items():
             if name.endswith("extra_state"):

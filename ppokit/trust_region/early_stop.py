@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
-from ppokit._batch import as_key, check_writable
+from ppokit._batch import State, as_key, check_writable
 from ppokit._checks import check_same_shape, choice, positive, whole
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
@@ -208,7 +207,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         stopped, self._since_check = state.tolist()
         self._stopped = bool(stopped)
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: State) -> None:
         """Raise a ValueError where a shape differs."""
         for name, given in state.items():
             if name.endswith("extra_state"):

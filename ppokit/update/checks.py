@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._batch import valid_mask
+from ppokit._batch import Options, valid_mask
 from ppokit._compiling import check_options, modules_of, parameters_of
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
@@ -25,7 +25,7 @@ def check_arguments(
     optimizer: torch.optim.Optimizer,
     stopper: KLEarlyStopper | None,
     group: ProcessGroup | None,
-    compile: bool | str | Mapping[str, Any],
+    compile: bool | str | Options,
 ) -> None:
     """Raise where an argument is of the wrong kind, out of range, or excludes another."""
     kinds: Any = {"loss": (loss, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from ppokit._batch import Options, State
 from ppokit._calls import hooks_in
 from ppokit._compiling import (
     REST,
@@ -69,7 +70,7 @@ class CompiledStep:
     and the next: guards are checked twice for each layout of the minibatches.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, replays: bool) -> None:
+    def __init__(self, options: Options, *, replays: bool) -> None:
         self.options = options
         self.replays = replays  #: as CUDA graphs
         self.reason: str | None = None  #: why the last step was made eagerly
@@ -81,7 +82,7 @@ class CompiledStep:
         """Leave out the graphs: a copy captures its own."""
         return {"options": self.options, "replays": self.replays}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         self.__init__(**state)
 
     def _forget(self, loss: nn.Module | None = None, hooks: Any = None) -> None:

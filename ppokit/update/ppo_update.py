@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ppokit._batch import (
     VERSION_KEY,
+    State,
     check_tensordict,
     check_time_is_last,
     is_recurrent,
@@ -553,7 +554,7 @@ class PPOUpdate:
         """Return the state of every block, the networks' and the optimizer's included."""
         return {name: state_dict_of(part) for name, part in self._parts().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on where ``state_dict`` was taken, bit for bit.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.trainers import OptimizationStepper, Trainer
 
-from ppokit._batch import mask_key_of, valid_mask
+from ppokit._batch import State, mask_key_of, valid_mask
 from ppokit._state import check_names, load_all, state_dict_of
 from ppokit.trust_region import AdaptiveLearningRate, KLEarlyStopper
 from ppokit.trust_region.early_stop import TrainerHooks
@@ -99,7 +99,7 @@ class TrainingStepper(OptimizationStepper):
         """Return the state of optimizer, scaler and stopper; the trainer saves the loss."""
         return {name: state_dict_of(part) for name, part in self._parts().items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what :meth:`state_dict` returned, completely or not at all."""
         check_names(state_dict, parts := self._parts(), "this training step")
         load_all(parts, state_dict)

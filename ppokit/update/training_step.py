@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from ppokit import _checks
-from ppokit._batch import as_key, check_tensordict, mask_key_of, valid_mask
+from ppokit._batch import Options, State, as_key, check_tensordict, mask_key_of, valid_mask
 from ppokit._checks import choice, positive
 from ppokit._compiling import capturing
 from ppokit._state import (
@@ -129,7 +129,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         *,
         max_grad_norm: float | None = None,
         stopper: KLEarlyStopper | None = None,
-        compile: bool | str | Mapping[str, Any] = False,
+        compile: bool | str | Options = False,
         amp_dtype: torch.dtype | None = None,
         nonfinite: str | None = "raise",
         group: ProcessGroup | None = None,
@@ -264,7 +264,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Return the state of the optimizer, and of the float16 scaler."""
         return {name: state_dict_of(part) for name, part in self.parts.items()}
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: State) -> None:
         """Load what :meth:`get_extra_state` returned, completely or not at all."""
         check_names(state, self.parts, "this training step")
         load_all(self.parts, state)

@@ -155,7 +155,7 @@ def test_a_distribution_of_numbers_for_whole_numbers():
 )
 def test_choices_that_a_policy_writes(space: spaces.Space, right: float, wrong: float):
     policy = lambda value: TensorDictModule(  # noqa: E731
-        lambda x: torch.full((len(x), *space.shape), value), ["observation"], ["action"]
+        lambda x: torch.full((len(x), *(space.shape or ())), value), ["observation"], ["action"]
     )
     env = Samples(BOX, space)
     collect(lambda: env, policy(right), categorical_action_encoding=True)
@@ -339,7 +339,7 @@ def test_a_device_that_is_not_there():
 @pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.MultiDiscrete([2, 2])], ids=str)
 def test_a_choice_that_the_space_does_not_have(space: Any):
     def choose(x: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.full((len(x), *space.shape), value)
+        return torch.full((len(x), *(space.shape or ())), value)
 
     for value in (2, -1):
         policy = TensorDictModule(partial(choose, value=value), ["observation"], ["action"])

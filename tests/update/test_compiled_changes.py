@@ -953,7 +953,7 @@ def test_an_advantage_that_changes_a_number_of_the_critic(monkeypatch: pytest.Mo
         critic = ValueOperator(network, ["observation"])
 
         class Grows(GAE):
-            def forward(self, *args: Any, network: Any = network, **options: Any) -> Any:
+            def forward(self, *args: Any, network: Any = network, **options: Any) -> Any:  # pyright: ignore
                 network.scale = 1.3 * network.scale if network.scale < 9 else 1.0
                 return super().forward(*args, **options)
 

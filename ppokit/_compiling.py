@@ -8,7 +8,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import FunctionType
 from typing import Any
@@ -25,6 +25,7 @@ from ppokit._calls import any_global_hook, hooks_in
 #: compiling, and random numbers are restored after a trace
 capturing = threading.RLock()
 _log = logging.getLogger("ppokit.compile")
+Compiled = Callable[..., Any]  #: a function, or a graph of it
 _names, _numbers = itertools.count(), itertools.count()
 _hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
@@ -95,7 +96,7 @@ class CompiledFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Compiled,
         options: Options,
         *,
         what: str,
@@ -120,11 +121,13 @@ class CompiledFunction:
         self._guarded = self._compile(**static)
         self.graphs = 0  #: captured with guards, and kept
         self._refused = 0  # calls that no graph fitted
-        self._forms: dict[Any, Any] = {}  # without guards, by number and layout
-        self._candidate: tuple[Any, Any] | None = None  # a form, captured in the last call
-        self._requests: dict[Any, int] = {}  # for each of them
+        self._forms: dict[Hashable, Compiled] = {}  # without guards, by number and layout
+        self._candidate: tuple[Hashable, Compiled] | None = (
+            None  # a form, captured in the last call
+        )
+        self._requests: dict[Hashable, int] = {}  # for each of them
 
-    def _compile(self, **options: Any) -> Any:
+    def _compile(self, **options: Any) -> Compiled:
         @torch.compiler.assume_constant_result
         def begin_trace() -> int:  # runs while a graph is captured, and never in a graph
             if not self._may_capture:
@@ -174,8 +177,8 @@ class CompiledFunction:
         return self._call(self._guarded, arguments, may_capture=is_allowed)
 
     def form(
-        self, number: int, layout: Any, arguments: Sequence[Any], *, after: int
-    ) -> tuple[Any, Any]:
+        self, number: int, layout: Hashable, arguments: Sequence[Any], *, after: int
+    ) -> tuple[Compiled | None, Any]:
         """Return the form without guards of a graph for arguments of a layout, or None.
 
         It is captured when it was asked for so often, and a further one after :data:`RARE` times as
@@ -201,7 +204,7 @@ class CompiledFunction:
                 self._candidate = key, form
         return None, result
 
-    def confirm(self, number: int, layout: Any) -> None:
+    def confirm(self, number: int, layout: Hashable) -> None:
         """Keep the form that was captured in the last call if its graph fits this one, too.
 
         Code of the user may have run between the call that returned the number and the capture.
@@ -214,7 +217,9 @@ class CompiledFunction:
             else:
                 self._requests[key] = 0  # it is captured again later
 
-    def _call(self, compiled: Any, arguments: Any, *, may_capture: bool) -> tuple[int, Any]:
+    def _call(
+        self, compiled: Compiled, arguments: Sequence[Any], *, may_capture: bool
+    ) -> tuple[int, Any]:
         self._may_capture, self._arguments = may_capture, arguments
         self._is_tracing = self._is_traced = self._is_refused = False
         message = _hooks._saved_tensors_hooks_get_disabled_error_message
@@ -245,7 +250,7 @@ class CompiledFunction:
                 self._progress = None
 
 
-def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
     """Yield tensors, in lists too. TensorDicts are copied by networks that write to them."""
     for x in arguments:
         if isinstance(x, Tensor):
@@ -285,9 +290,9 @@ def _first_line(error: Exception) -> str:
     return f"no graph can be captured ({type(error).__name__}: {said[:240]})"
 
 
-def layout_of(tensordict: TensorDictBase) -> tuple[Any, ...]:
+def layout_of(tensordict: TensorDictBase) -> Hashable:
     """Return keys, shapes, strides and dtypes of a TensorDict: constants of a form."""
-    found: list[Any] = [tensordict.batch_size]
+    found: list[Hashable] = [tensordict.batch_size]
     for key, x in tensordict.items(True, True):
         if isinstance(x, Tensor):
             found += key, x.shape, x.stride(), x.dtype
@@ -350,7 +355,7 @@ def have_hooks(modules: Mapping[str, nn.Module], *, ignored: nn.Module | None = 
 _OF_ALL = {*vars(nn.Module())} - {"training"}  # tensors are looked up in each call of a graph
 
 
-def attributes_of(modules: Mapping[str, nn.Module]) -> list[Any]:
+def attributes_of(modules: Mapping[str, nn.Module]) -> list[object]:
     """Return attributes of modules, what lists and dicts hold, children and facts of tensors."""
     found = []
     for module in modules.values():
@@ -363,14 +368,14 @@ def attributes_of(modules: Mapping[str, nn.Module]) -> list[Any]:
     return found
 
 
-def _contents(x: Any) -> list[Any]:
+def _contents(x: Any) -> list[object]:
     """Return what a container holds; nothing for other objects."""
     if issubclass(type(x), dict):
         return [*x, *x.values()]
     return [*x] if issubclass(type(x), (list, tuple, set, deque)) else []
 
 
-def are_same(x: Sequence[Any], y: Sequence[Any]) -> bool:
+def are_same(x: Sequence[object], y: Sequence[object]) -> bool:
     """Return whether two lists hold the same objects, or equal shapes."""
     pairs = zip(x, y, strict=False)
     return len(x) == len(y) and all(a is b or (type(a) is torch.Size and a == b) for a, b in pairs)

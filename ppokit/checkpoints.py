@@ -206,7 +206,7 @@ def _plain(x: Any) -> Any:
     return x if isinstance(x, str | None) else getattr(x, "__name__", type(x).__name__)
 
 
-def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:
+def _check_distributions(name: str, saved: list[Any] | None, part: object) -> None:
     """Raise a ValueError where the policy of a part draws from another distribution."""
     own = _distributions(part)
     if saved and own and [*map(_plain, saved)] != own:
@@ -216,7 +216,7 @@ def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:
         )
 
 
-def _read(path: Path, map_location: Any) -> dict[str, Any]:
+def _read(path: Path, map_location: torch.device | str | None) -> dict[str, Any]:
     with path.open("rb") as file:
         try:
             damaged = zipfile.ZipFile(file).testzip()  # torch.load compares no checksum
@@ -234,5 +234,5 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     return states
 
 
-def _has_state(part: Any) -> bool:
+def _has_state(part: object) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")

@@ -262,7 +262,7 @@ CHECKS: tuple[Callable[[BlockCase], None], ...] = (
 )
 
 
-def _out_keys(block: Any) -> list[NestedKey]:
+def _out_keys(block: object) -> list[NestedKey]:
     keys = getattr(block, "out_keys", None)
     assert keys is not None, f"{type(block).__name__} has no out_keys: the entries that it writes."
     return list(keys)

@@ -7,19 +7,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import gymnasium as gym
 import numpy as np
 import torchrl.envs.libs.utils as torchrl_gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from tensordict.utils import NestedKey
 from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit._checks import whole
 from ppokit.collectors.batch import Record
 from ppokit.spaces import (
     MASK,
+    Info,
     OnlySpaces,
     Shape,
     check_array,
@@ -34,6 +36,7 @@ if torchrl_gym.IMPORT_ERROR is not None:
 
 _GYMNASIUM = str(Path(gym.__file__).parent)
 MakeEnv: TypeAlias = str | Callable[[], Any]
+Observed: TypeAlias = list[tuple[Any, Info]]  #: observation and info of each environment
 
 
 class SerialEnvs:
@@ -56,7 +59,7 @@ class SerialEnvs:
                     f"Environment {i}: reset(seed={seed}) raised: {error}. {_OLD}"
                 ) from error
 
-    def reset(self) -> list[tuple[Any, dict[str, Any]]]:
+    def reset(self) -> Observed:
         """Reset all; return observation and info of each."""
         return [checked("reset", env.reset(), 2, i) for i, env in enumerate(self._envs)]
 
@@ -127,7 +130,7 @@ class VectorEnvs:
         except (TypeError, gym.error.Error):
             self._env.reset(seed=seeds[0])
 
-    def reset(self) -> list[tuple[Any, dict[str, Any]]]:
+    def reset(self) -> Observed:
         """Reset all; return observation and info of each."""
         self._ended[:] = False
         return self._each(*checked("reset", self._env.reset(), 2, None))
@@ -177,11 +180,11 @@ class VectorEnvs:
         """Close all."""
         self._env.close()
 
-    def _each(self, observations: Any, infos: Any) -> list[tuple[Any, dict[str, Any]]]:
+    def _each(self, observations: Any, infos: Any) -> Observed:
         observed = iterate(self._env.observation_space, observations)
         return list(zip(observed, self._infos(infos), strict=True))
 
-    def _infos(self, infos: Any) -> list[dict[str, Any]]:
+    def _infos(self, infos: Any) -> list[Info]:
         """Return the entries of ``infos`` that are stored, for each environment."""
         if MASK in infos:
             return [{MASK: mask} for mask in infos[MASK]]
@@ -234,11 +237,16 @@ Envs: TypeAlias = SerialEnvs | VectorEnvs
 
 
 def make_envs(
-    make_env: Any, num_envs: int, encoding: bool, reads: Collection[Any], *, whole_episodes: bool
+    make_env: MakeEnv | Sequence[MakeEnv] | VectorEnv,
+    num_envs: int,
+    encoding: bool,
+    reads: Collection[NestedKey],
+    *,
+    whole_episodes: bool,
 ) -> tuple[Envs, GymWrapper, int]:
     """Return the environments, torchrl's wrapper of the first, and how many there are."""
     is_list = isinstance(make_env, list | tuple) and not callable(make_env)
-    makers: list[Any] = [*make_env] if is_list else [make_env]
+    makers: list[Any] = [*cast("Sequence[MakeEnv]", make_env)] if is_list else [make_env]
     if not makers:
         raise ValueError("make_env is an empty list: give one id or function per environment.")
     for maker in makers:

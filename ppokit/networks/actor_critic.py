@@ -24,7 +24,13 @@ from ppokit.networks.encoders import make_encoder, orthogonal
 from ppokit.networks.heads import Head, make_head
 from ppokit.spaces import MASK, OnlySpaces, check_starts, wrap
 
-_LAYERS: Any = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU}
+_LAYERS: dict[Any, Callable[..., nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
 _BOOKKEEPING = ("step_count", "episode_reward", "is_init")  # of torchrl's transforms
 _FEATURES, _MASK = "_features", "_mask"  # no entries of a batch
 
@@ -106,7 +112,7 @@ def actor_critic(
         >>> sum(x.numel() for x in value_head.parameters())  # 512 features and a bias
         513
     """
-    make_layer: Any = _LAYERS.get(activation, activation)
+    make_layer = _LAYERS.get(activation, activation)
     if not callable(make_layer) or isinstance(make_layer, nn.Module):
         raise ValueError(
             f"activation must be one of {[*_LAYERS]} or a function that makes a module, such "

@@ -6,17 +6,18 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torchrl.data import Categorical, MultiCategorical, Stacked
+from torchrl.data import Categorical, MultiCategorical, Stacked, TensorSpec
 
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 _SMALLEST_IMAGE = 36  # pixels a side that the three convolutions need
 
 
 def make_encoder(
-    specs: Sequence[Any], hidden: Sequence[int], activation: Callable[..., Any]
+    specs: Sequence[TensorSpec], hidden: Sequence[int], activation: Callable[..., nn.Module]
 ) -> tuple[nn.Sequential, int]:
     """Return the encoder of one or more observations, each ``[*B, *shape]``, and its features F.
 
@@ -106,10 +107,10 @@ class NatureCNN(nn.Module):
         return x.unsqueeze(1) if self.channel_dim is None else x.movedim(self.channel_dim + 1, 1)
 
 
-def _input(spec: Any) -> nn.Module:
+def _input(spec: TensorSpec) -> nn.Module:
     if type(spec) in (Categorical, MultiCategorical):  # a Binary is a subclass
-        several = isinstance(spec, MultiCategorical)
-        return Flatten(spec.ndim, choices=int(spec.nvec.max()) if several else spec.space.n)
+        several, known = isinstance(spec, MultiCategorical), cast("Any", spec)
+        return Flatten(spec.ndim, choices=int(known.nvec.max()) if several else known.space.n)
     if isinstance(spec, Stacked):
         raise TypeError(
             f"Observation {spec} is no array. Flatten it with gymnasium's FlattenObservation, or "
@@ -128,8 +129,8 @@ def _input(spec: Any) -> nn.Module:
     return Flatten(len(shape), scale)
 
 
-def orthogonal(layer: Any, gain: float = math.sqrt(2)) -> Any:
+def orthogonal(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
     """Return the layer with orthogonal weights (Saxe et al., 2014) and biases of 0."""
     nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
+    nn.init.zeros_(cast("Tensor", layer.bias))
     return layer

@@ -49,7 +49,7 @@ class TensorActor(TensorDictModuleBase):
         ['action', 'action_log_prob', 'logits', 'observation']
     """
 
-    def __init__(self, actor: Any, *, compile: bool | Options = False) -> None:
+    def __init__(self, actor: TensorDictModuleBase, *, compile: bool | Options = False) -> None:
         super().__init__()
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from ppokit._batch import IS_INIT, Entries, Options, Policy, State
 from ppokit._compiling import (
     Budget,
+    Compiled,
     CompiledFunction,
     NoGraphError,
     are_same,
@@ -39,8 +40,9 @@ class CompiledPolicy:
     """
 
     def __init__(self, compile_policy: bool | Options) -> None:
-        self._options: Any = {} if compile_policy in (True, None) else compile_policy
-        check_options(self._options, "compile_policy")
+        options = {} if isinstance(compile_policy, bool) else compile_policy
+        self._options: Options = options or {}
+        check_options(options or {}, "compile_policy")
         if self._options.get("dynamic"):
             raise ValueError(
                 "A policy cannot be compiled with dynamic=True: of a TanhNormal, Inductor returns "
@@ -48,11 +50,11 @@ class CompiledPolicy:
             )
         self.reason: str | None = None  #: why the policy is called without a graph
         self._policy: Any = None
-        self._transform: Any = None
+        self._transform: TensorDictModuleBase | None = None
         self._modules: dict[str, nn.Module] = {}
         self._failed: str | None = None  # why no graph can be captured
         # by the keys and batch dimensions of the observations: compiled, and not compiled
-        self._functions: dict[Any, tuple[CompiledFunction, Any]] = {}
+        self._functions: dict[Hashable, tuple[CompiledFunction, Compiled]] = {}
         self._budget = Budget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,7 +70,9 @@ class CompiledPolicy:
             self._functions.clear()
             self._policy, self._transform, self._failed = policy, transform, None
         self._is_first, self._rest = True, None  # what makes the rest of the batch
-        self._graph: Any = None  # the number of its graph, and the layout of the observations
+        self._graph: tuple[int, Hashable] | None = (
+            None  # the number of its graph, and the layout of the observations
+        )
         self._last, self._is_pure = None, True  # no graph has changed what graphs depend on
         reason = self._obstacle() or self._failed
         if reason is not None:
@@ -91,7 +95,9 @@ class CompiledPolicy:
             warnings.warn(f"The policy is not compiled: {reason}.", RuntimeWarning, stacklevel=3)
         self.reason = reason
 
-    def _functions_for(self, observed: Entries, ndim: int, *, total: bool) -> Any:
+    def _functions_for(
+        self, observed: Entries, ndim: int, *, total: bool
+    ) -> tuple[CompiledFunction, Compiled]:
         """Return a compiled function for observations of these keys, and the function."""
         self._budget.calls += 1
         kind = (*observed,), ndim, total
@@ -109,7 +115,7 @@ class CompiledPolicy:
         self._failed = None if error.is_refused else str(error)
         self._warn(str(error))
 
-    def __call__(self, observed: Entries) -> tuple[Entries, Entries, Any] | None:
+    def __call__(self, observed: Entries) -> tuple[Entries, Entries, Tensor | None] | None:
         """Return what transform and policy write; None where a batch begins without a graph."""
         values, is_first = (*observed.values(),), self._is_first
         if self._rest is not None:

@@ -191,7 +191,7 @@ def call_on_tensordict(
     return transformed, {key: value for key, value in found if value is not before.get(key)}
 
 
-def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
+def _called(module: Policy, tensordict: TensorDictBase) -> TensorDictBase:
     """Return the TensorDict with the entries of the module, which may return another one."""
     try:
         out = module(tensordict)

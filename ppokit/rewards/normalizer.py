@@ -429,7 +429,7 @@ class RewardNormalizer(WholeState, Transform):
         )
 
 
-def _outermost(transform: Any) -> Any:
+def _outermost(transform: object) -> Any:
     """Return the environment or transform that holds a transform in the end, or itself."""
     # Transform.container raises where the outermost holder is no environment.
     reference = transform.__dict__.get("_container") if isinstance(transform, Transform) else None

@@ -261,13 +261,19 @@ class TrainerHooks(KLHooks):
             raise StopIteration
         super().before_minibatch(batch)
 
-    def add(self, losses: Any, mask: Tensor | None, minibatch: Any, counts: Any = True) -> None:
+    def add(
+        self,
+        losses: TensorDictBase,
+        mask: Tensor | None,
+        minibatch: TensorDictBase,
+        counts: Tensor | bool = True,
+    ) -> None:
         """Update the stopper, or keep the KL for the end of the epoch."""
         super().add(losses, mask, minibatch, counts)
         if self.block.when == "minibatch":
             super().update()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Drop the gradients after a stop: optimizers skip parameters without one."""
         if self.block.stopped:
             optimizer.zero_grad(set_to_none=True)

@@ -9,10 +9,11 @@ batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers import SamplerEnsemble, SamplerWithoutReplacement
@@ -24,10 +25,19 @@ if TYPE_CHECKING:
     from torchrl.trainers import Trainer
 
 
+class TakesKL(Protocol):
+    """A block that is updated by the KLs of minibatches."""
+
+    kl_key: NestedKey
+
+    def update(self, losses_or_kl: Tensor, *, weight: Tensor) -> object:
+        """Take the KLs, and the valid frames behind each."""
+
+
 class KLHooks:
     """Updates a block after each minibatch, or after each epoch, of a trainer's update."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: TakesKL) -> None:
         self.block = block
         self._expects_losses = False
         self._kls: list[tuple[Tensor, Tensor]] = []
@@ -55,7 +65,13 @@ class KLHooks:
             self._expects_losses = False
             self.add(losses, valid_mask(args[0], mask_key_of(module)), args[0])
 
-    def add(self, losses: Any, mask: Tensor | None, minibatch: Any, counts: Any = True) -> None:
+    def add(
+        self,
+        losses: TensorDictBase,
+        mask: Tensor | None,
+        minibatch: TensorDictBase,
+        counts: Tensor | bool = True,
+    ) -> None:
         """Add the KL of a minibatch, weighted by its valid frames; by 0 unless it counts."""
         kl = torch.as_tensor(find_kl(losses, self.block.kl_key)).detach()
         if mask is None:

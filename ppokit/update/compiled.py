@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from ppokit._calls import hooks_in
 from ppokit._compiling import (
     REST,
     Budget,
+    Compiled,
     CompiledFunction,
     NoGraphError,
     are_same,
@@ -37,6 +38,7 @@ MOST_IN_A_ROW = 4  # captures for one layout, none of which fitted the next call
 TRIES = 16  # while no graph may be captured and none fits, one of so many steps looks for one
 WORTH = 100  # calls of a graph within updates, after which it is captured without guards
 
+Step = tuple[Outputs, list[Tensor]]  # made by a graph, and the parameters that are trained
 CHANGES = "Python code within the networks changes in each call, and a graph would not"
 NO_STATE = "an eager step does not train all parameters that a graph would"
 _backward = Tensor.backward
@@ -85,16 +87,17 @@ class CompiledStep:
     def __setstate__(self, state: State) -> None:
         self.__init__(**state)
 
-    def _forget(self, loss: nn.Module | None = None, hooks: Any = None) -> None:
+    def _forget(self, loss: nn.Module | None = None, hooks: Sequence[object] = ()) -> None:
         self._loss, self._hooks = loss, hooks  # which Dynamo does not look at again
         # sets of names of parameters that have a gradient, the last one first
         self._trained: list[frozenset[str]] = [frozenset()]
         # by structure, and whether a graph serves one layout only
         self._graphs: dict[tuple[Structure, bool], CompiledFunction] = {}
-        self._own: set[tuple[Structure, Any]] = set()  # layouts with a graph of their own
+        self._own: set[tuple[Structure, Hashable]] = set()  # layouts with a graph of their own
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
-        self._replayed: dict[Any, ReplayedStep] = {}
-        self._in_a_row, self._has_missed = (None, 0), False  # captures of a key and layout
+        self._replayed: dict[Hashable, ReplayedStep] = {}
+        self._in_a_row: tuple[Hashable, int] = (None, 0)
+        self._has_missed = False  # captures of a key and layout
         self._is_new = False  # the optimizer had no state of what a graph would train
         self._doubt: str | None = None  # why the losses could not be traced; they may raise eagerly
         self.begin()
@@ -107,14 +110,14 @@ class CompiledStep:
         """
         self._is_within = self._is_within if within is None else within
         self._inputs: Inputs | None = None
-        self._last: dict[Any, int] = {}  # number of the graph of the last call of each layout
-        self._numbers: dict[Any, int] = {}  # of the graph that has fitted twice in a row
+        self._last: dict[Hashable, int] = {}  # number of the graph of the last call of each layout
+        self._numbers: dict[Hashable, int] = {}  # of the graph that has fitted twice in a row
         self._seen: set[int] = set()  # numbers of the graphs that have run
         self._is_pure = True  # no graph has changed what graphs depend on
         for replayed in self._replayed.values():
             replayed.is_current = False
 
-    def __call__(self, request: Request) -> tuple[Outputs, list[Tensor]] | None:
+    def __call__(self, request: Request) -> Step | None:
         """Make a step, and return outputs and trained parameters; None: it is made eagerly.
 
         An error of a graph that has run before is raised.
@@ -141,7 +144,7 @@ class CompiledStep:
             )
         )
 
-    def _with_guards(self, request: Request, layout: Any) -> tuple[Outputs, list[Tensor]] | None:
+    def _with_guards(self, request: Request, layout: Hashable) -> Step | None:
         modules = modules_of({"loss": request.loss})
         parameters = parameters_of(modules)
         if reason := _obstacle(request.loss, modules, parameters):
@@ -197,7 +200,7 @@ class CompiledStep:
             others = [x for x in self._trained if x != trained]
             self._trained = [trained, *others][:MOST_STRUCTURES]
 
-    def _key(self, inputs: Inputs, layout: Any) -> tuple[Structure, bool]:
+    def _key(self, inputs: Inputs, layout: Hashable) -> tuple[Structure, bool]:
         """Return the key of the graphs for a minibatch."""
         structure = inputs.structure
         graph = self._graphs.get((structure, True))
@@ -215,10 +218,10 @@ class CompiledStep:
         inputs: Inputs,
         key: tuple[Structure, bool],
         modules: Mapping[str, nn.Module],
-        layout: Any,
+        layout: Hashable,
         *,
         captures: bool = False,
-    ) -> tuple[Outputs, list[Tensor]] | None:
+    ) -> Step | None:
         """Make the step by a graph whose guards hold, or return None; it may be captured first."""
         before = attributes_of(modules) if self._is_within else []
         graph, given = self._graphs[key], self._given(request, inputs)
@@ -253,9 +256,9 @@ class CompiledStep:
         request: Request,
         inputs: Inputs,
         modules: Mapping[str, nn.Module],
-        layout: Any,
+        layout: Hashable,
         traced: TracedLosses,
-    ) -> tuple[Outputs, list[Tensor]] | None:
+    ) -> Step | None:
         """Make the step by a graph that is captured for it, or return None."""
         structure, is_static = key = self._key(inputs, layout)
         last, count = self._in_a_row
@@ -311,7 +314,7 @@ class CompiledStep:
 
     # -- without guards ----------------------------------------------------------------
 
-    def _without_guards(self, request: Request, layout: Any) -> tuple[Outputs, list[Tensor]] | None:
+    def _without_guards(self, request: Request, layout: Hashable) -> Step | None:
         """Make the step by the graph that has fitted the layout since :meth:`begin`."""
         inputs, number = self._inputs, self._numbers[layout]
         assert inputs is not None
@@ -327,7 +330,7 @@ class CompiledStep:
         found = self._try(request, inputs, (inputs.structure, True), {}, layout)
         return self._with_guards(request, layout) if found is None else found
 
-    def _replay(self, form: Any, key: Any, given: Any) -> Outputs:
+    def _replay(self, form: Compiled, key: Hashable, given: Sequence[Any]) -> Outputs:
         """Make the step by a CUDA graph, unless there are too many."""
         minibatch, *tensors, numbers, halted = given
         replayed = self._replayed.get(key)

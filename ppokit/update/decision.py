@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,23 +16,27 @@ MOST_DECISIONS, MOST_BYTES = 1_000, 2**28  # in an update
 MOST_CALLS = 32  # of a step in a loop of the user's
 
 
+Number = Any  # a tensor [] in a graph and on a device, otherwise a number
+Flag = Any  # likewise, a bool
+
+
 class Limits(NamedTuple):
     """The limits of a minibatch."""
 
-    kl: Any  #: a number
-    is_due: Any  #: bool, whether the stopper looks at the KL of this minibatch
+    kl: Number
+    is_due: Flag  #: whether the stopper looks at the KL of this minibatch
     nonfinite: str | None  #: as of the training step
 
 
 class Decision(NamedTuple):
     """The decision about a minibatch: bools and a number, or tensors ``[]``."""
 
-    stepped: Any
-    finite: Any  #: losses, gradients and KL; True if that is not checked
-    exceeded: Any  #: the KL stopped the update before this step
-    kl: Any  #: of the stopper
-    counts: Any  #: whether statistics include the minibatch: not skipped, nor after a stop
-    halts: Any  #: whether no later minibatch steps until the decisions are read
+    stepped: Flag
+    finite: Flag  #: losses, gradients and KL; True if that is not checked
+    exceeded: Flag  #: the KL stopped the update before this step
+    kl: Number  #: of the stopper
+    counts: Flag  #: whether statistics include the minibatch: not skipped, nor after a stop
+    halts: Flag  #: whether no later minibatch steps until the decisions are read
 
     @classmethod
     def of(cls, flags: Sequence[float]) -> Decision:
@@ -46,12 +50,12 @@ class Decision(NamedTuple):
 
 
 def decide(
-    total: Any,
-    square: Any,
-    kls: Sequence[Any],
+    total: Number,
+    square: Number,
+    kls: Sequence[Number],
     limits: Limits,
-    halted: Any,
-    isfinite: Any = torch.isfinite,
+    halted: Flag,
+    isfinite: Callable[..., Any] = torch.isfinite,
 ) -> Decision:
     """Decide by the sum of the losses, the squared norm of the gradients and two KLs.
 

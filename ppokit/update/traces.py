@@ -5,14 +5,14 @@ A trace computes nothing, keeps no graph and has no effect of Python code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, fx, nn
 
-from ppokit._compiling import Budget, CompiledFunction, NoGraphError
+from ppokit._compiling import Budget, Compiled, CompiledFunction, NoGraphError
 from ppokit.update.graph import (
     Holder,
     Settings,
@@ -22,6 +22,7 @@ from ppokit.update.graph import (
     total_loss,
 )
 
+Look = Callable[[fx.GraphModule, Sequence[object]], None]  # at a graph and its inputs
 MARK = (1,) * 16  # dimensions by which the total is found among all results of a graph
 OTHER_CODE = (
     "the loss reaches a parameter in other ways than by its name in a module, asks for its class "
@@ -37,9 +38,9 @@ class TracedLosses(NamedTuple):
 
     trained: frozenset[str]  #: first names of the parameters that have a gradient
     lines: list[Any]  #: operations, in order
-    total: Any  #: the sum of the losses: the number of a line, or an input
-    results: set[Any]  #: others, likewise
-    keys: Any  #: of the losses
+    total: Hashable  #: the sum of the losses: the number of a line, or an input
+    results: set[Hashable]  #: others, likewise
+    keys: list[Hashable]  #: of the losses
 
 
 class _MarkedHolder(Holder):
@@ -76,7 +77,7 @@ def trace_losses(
         is_same = keys == others and all(batch.get(x) is minibatch.get(x) for x in keys)
         return notes.add(is_same, *map(tuple, signature)), total.view(*MARK), results
 
-    def look(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def look(graph: fx.GraphModule, inputs: Sequence[object]) -> None:
         trained.update(_have_gradient(graph, inputs))
         before, operations, refs = _operations(graph, [_label(x, names) for x in inputs])
         refs |= {node: _through(node, refs) for node in before}
@@ -123,7 +124,7 @@ def difference(
         gradients, (total, results) = function(values)
         return notes.add(*map(tuple, signature)), total.view(*MARK), results, gradients
 
-    def compare(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def compare(graph: fx.GraphModule, inputs: Sequence[object]) -> None:
         nonlocal is_same
         before, operations, refs = _operations(graph, [_label(x, places) for x in inputs])
         for node in before:  # of torch.func, as are those after the losses
@@ -157,15 +158,11 @@ class _Notes:
         self.add = add
 
 
-def _trace(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    look: Callable[[fx.GraphModule, Sequence[Any]], None],
-) -> str | None:
+def _trace(function: Compiled, arguments: Sequence[object], look: Look) -> str | None:
     """Look at the graph of a function and its inputs; return why there is none, or None."""
     looks, is_traced = [look], False
 
-    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def backend(graph: fx.GraphModule, inputs: Sequence[object]) -> Any:
         nonlocal is_traced
         looks.pop()(graph, inputs)  # torch keeps each backend
         is_traced = True
@@ -182,7 +179,7 @@ def _trace(
     return "the losses compute nothing"
 
 
-def _have_gradient(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[Tensor]:
+def _have_gradient(graph: fx.GraphModule, inputs: Sequence[object]) -> set[Tensor]:
     """Return the inputs that the total has a gradient of, found with tensors without values."""
     fakes = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     first: Any = next(x for x in fakes if isinstance(x, Tensor))
@@ -196,15 +193,16 @@ def _have_gradient(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[Tensor]:
         places = [n for n, x in enumerate(copies) if isinstance(x, Tensor) and x.requires_grad]
         given = [copies[n] for n in places] if total.requires_grad else []
         gradients = torch.autograd.grad(total, given, allow_unused=True) if given else ()
-    return {inputs[n] for n, x in zip(places, gradients, strict=False) if x is not None}
+    found = [inputs[n] for n, x in zip(places, gradients, strict=False) if x is not None]
+    return {x for x in found if isinstance(x, Tensor)}
 
 
 # -- operations ----------------------------------------------------------------------
 
 
 def _operations(
-    graph: fx.GraphModule, labels: Sequence[Any]
-) -> tuple[list[fx.Node], list[fx.Node], dict[fx.Node, Any]]:
+    graph: fx.GraphModule, labels: Sequence[Hashable]
+) -> tuple[list[fx.Node], list[fx.Node], dict[fx.Node, Hashable]]:
     """Return the operations before the loss, the others, and the inputs with labels."""
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -225,18 +223,18 @@ def _mark(graph: fx.GraphModule) -> fx.Node:
     return next(x for x in _results(graph) if x.target == "view" and x.args[1:] == MARK)
 
 
-def _label(x: Any, names: Mapping[Tensor, str]) -> Any:
+def _label(x: object, names: Mapping[Tensor, str]) -> str:
     """Return the name of a parameter, or what another input is known by."""
     return repr(names.get(x, id(x))) if isinstance(x, Tensor) else repr(x)
 
 
-def _through(node: fx.Node, refs: Mapping[fx.Node, Any]) -> Any:
+def _through(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Hashable:
     """Return what an operation with one tensor is known by: that tensor; or the operation."""
     inputs = node.all_input_nodes
     return refs[inputs[0]] if len(inputs) == 1 else repr(_line(node, refs))
 
 
-def _line(node: fx.Node, refs: Mapping[fx.Node, Any]) -> Any:
+def _line(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Any:
     """Return an operation in a form that equals that of the same one in another graph."""
 
     def plain(x: Any) -> Any:
@@ -260,7 +258,7 @@ def _content(node: fx.Node) -> Iterator[Any]:
     holder: Any = node.graph.owning_module
     held = getattr(holder, str(node.target))
     if isinstance(held, fx.GraphModule):
-        refs: dict[fx.Node, Any] = {}
+        refs: dict[fx.Node, Hashable] = {}
         for n, inner in enumerate(held.graph.nodes):
             refs[inner] = n
             yield _line(inner, refs) if inner.op != "placeholder" else inner.op

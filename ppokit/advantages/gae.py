@@ -233,28 +233,11 @@ class GAE(WholeState, TorchRLGAE):
             except (KeyError, RuntimeError, ValueError) as error:
                 explain(error, "The value network", shapes_of(tensordict), self.value_network)
                 raise
-            agents = range(tensordict.ndim, value.ndim - 1)  # dimensions of agents
-            if self.agent_dim is not None and self.agent_dim % value.ndim not in agents:
-                raise ValueError(
-                    f"agent_dim={self.agent_dim} is no dimension of agents: {keys.value!r} has "
-                    f"shape {list(value.shape)}, and [*B, T, agents, 1] has -2. Leave it out for "
-                    "one agent."
-                )
-            reward, done, terminated = _of_agents(
-                value, reward, done, terminated, dim=self.agent_dim
-            )
-            shapes: dict[NestedKey, Tensor] = {
-                keys.value: value,
-                ("next", keys.value): next_value,
-                ("next", keys.reward): reward,
-                ("next", keys.done): done,
-                ("next", keys.terminated): terminated,
-            }
+            signals = [x for x in (reward, done, terminated, steps) if x is not None]
+            signals = self._of_agents(value, next_value, signals, tensordict.ndim)
+            reward, done, terminated, *_ = signals
             if steps is not None:
-                (steps,) = _of_agents(value, steps, dim=self.agent_dim)
-                shapes[keys.steps_to_next_obs], gamma = steps, gamma**steps
-            several = max(value.ndim, reward.ndim) > tensordict.ndim + 1
-            check_shapes(shapes, fix=_OF_AGENTS if several else None)
+                gamma = gamma ** signals[-1]
             if self.value_network is not None:
                 tensordict.set(keys.value, value)
                 tensordict.set(("next", keys.value), next_value)
@@ -274,6 +257,29 @@ class GAE(WholeState, TorchRLGAE):
             data = (reward, value, next_value, done, terminated)
             advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask
+
+    def _of_agents(
+        self, value: Tensor, next_value: Tensor, signals: Sequence[Tensor], ndim: int
+    ) -> Sequence[Tensor]:
+        """Return the signals of a batch of ``ndim`` dimensions in the shape of its values."""
+        keys = self.tensor_keys
+        agents = range(ndim, value.ndim - 1)  # dimensions of agents
+        if self.agent_dim is not None and self.agent_dim % value.ndim not in agents:
+            raise ValueError(
+                f"agent_dim={self.agent_dim} is no dimension of agents: {keys.value!r} has "
+                f"shape {list(value.shape)}, and [*B, T, agents, 1] has -2. Leave it out for "
+                "one agent."
+            )
+        if value.ndim >= 2 and any(x.ndim != value.ndim for x in signals):  # of the team
+            dim = -2 if self.agent_dim is None else self.agent_dim
+            team = value.select(dim, 0).shape
+            signals = [x.unsqueeze(dim).expand_as(value) if x.shape == team else x for x in signals]
+        names = [keys.value, ("next", keys.value), ("next", keys.reward), ("next", keys.done)]
+        names += [("next", keys.terminated), keys.steps_to_next_obs]
+        several = max(value.ndim, signals[0].ndim) > ndim + 1
+        tensors = dict(zip(names, (value, next_value, *signals), strict=False))
+        check_shapes(tensors, fix=_OF_AGENTS if several else None)
+        return signals
 
     def _signals(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         """Return reward, done and terminated of a batch."""
@@ -451,15 +457,6 @@ class GAE(WholeState, TorchRLGAE):
 
     def _apply(self, fn: Any, recurse: bool = True) -> GAE:
         return apply_without_cast(self, super()._apply, fn, recurse)
-
-
-def _of_agents(value: Tensor, *signals: Tensor, dim: int | None) -> tuple[Tensor, ...]:
-    """Return signals of the team ``[*B, T, 1]`` for each agent of a value ``[*B, T, A, 1]``."""
-    if value.ndim < 2 or all(x.ndim == value.ndim for x in signals):
-        return signals
-    dim = -2 if dim is None else dim
-    of_one = value.select(dim, 0).shape
-    return tuple(x.unsqueeze(dim).expand_as(value) if x.shape == of_one else x for x in signals)
 
 
 def _check_finite(own: Tensor, steps: tuple[Tensor, ...], ends: Tensor | None) -> None:

@@ -247,6 +247,11 @@ def in_keys_of(module: object) -> Sequence[NestedKey]:
     return getattr(module, "in_keys", ())
 
 
+def out_keys_of(module: object) -> Sequence[NestedKey]:
+    """Return the keys of the entries that a module writes; none of other objects."""
+    return getattr(module, "out_keys", ())
+
+
 def is_recurrent(network: nn.Module | None) -> bool:
     """Return whether the network reads episode starts, so that it has a state to reset."""
     return any(is_init(key) for key in in_keys_of(network))
@@ -254,7 +259,7 @@ def is_recurrent(network: nn.Module | None) -> bool:
 
 def state_keys(network: nn.Module | None) -> list[NestedKey]:
     """Return the keys of the states that the network reads before a step and writes after it."""
-    out_keys = getattr(network, "out_keys", ())
+    out_keys = out_keys_of(network)
     return [k for k in in_keys_of(network) if ("next", *key_parts(k)) in out_keys]
 
 

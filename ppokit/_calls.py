@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchrl import modules as rl
 from torchrl.modules import set_recurrent_mode
 
-from ppokit._batch import Policy, Shapes, as_key
+from ppokit._batch import Policy, Shapes, as_key, in_keys_of, out_keys_of
 
 any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
@@ -136,8 +136,8 @@ def explain(
     """
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     modules = [m for x in networks if isinstance(x, nn.Module) for m in x.modules()]
-    written = {as_key(key) for m in modules for key in getattr(m, "out_keys", ())}
-    reads = dict.fromkeys(as_key(key) for m in modules for key in getattr(m, "in_keys", ()))
+    written = {as_key(key) for m in modules for key in out_keys_of(m)}
+    reads = dict.fromkeys(as_key(key) for m in modules for key in in_keys_of(m))
     reads = [key for key in reads if key not in written]
     missing = [key for key in reads if key not in given]
     if isinstance(error, KeyError) and last.startswith(f"{_TENSORDICT}/") and missing:

@@ -9,7 +9,7 @@ import torch
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._batch import Policy, as_key, state_keys
+from ppokit._batch import Policy, as_key, out_keys_of, state_keys
 
 
 def breaks_graphs(*networks: nn.Module | None) -> bool:
@@ -30,7 +30,7 @@ def check_own_states(*networks: Policy | None) -> None:
         inner = [part for part in module.modules() if part is not module]
         if any(hasattr(part, "out_keys") and state_keys(part) for part in inner):
             continue  # a part has the state, as in a sequence or a TensorActor
-        outputs: list[NestedKey] = list(getattr(module, "out_keys", ()))
+        outputs: list[NestedKey] = [*out_keys_of(module)]
         weights = [id(parameter) for parameter in module.parameters()]
         for key in map(as_key, state_keys(module)):
             others, of_owner = owners.setdefault(key, (outputs, weights))

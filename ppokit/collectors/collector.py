@@ -18,7 +18,17 @@ from torch import nn
 from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import ExplorationType
 
-from ppokit._batch import IS_INIT, VERSION_KEY, Options, Policy, State, as_key, key_parts
+from ppokit._batch import (
+    IS_INIT,
+    VERSION_KEY,
+    Options,
+    Policy,
+    State,
+    as_key,
+    in_keys_of,
+    key_parts,
+    out_keys_of,
+)
 from ppokit._checks import Checked, whole
 from ppokit._recurrent import check_own_states, recurrent_states
 from ppokit._state import check_names, load_all, state_of
@@ -172,7 +182,7 @@ class GymCollector(TorchrlInterface):
         encoding = categorical_action_encoding
         encoding = draws_indices(self.policy) if encoding is None else encoding
         readers = self.policy, observation_transform
-        reads = {key_parts(key) for x in readers for key in getattr(x, "in_keys", ())}
+        reads = {key_parts(key) for x in readers for key in in_keys_of(x)}
         made = make_envs(make_env, num_envs, encoding, reads, whole_episodes=whole_episodes)
         self._envs, self.env, self._num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
@@ -387,8 +397,8 @@ def _check_keys(
         if not is_right:
             raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
     check_own_states(policy)
-    states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
-    own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]
+    states, made = recurrent_states(policy), out_keys_of(transform)
+    own = [as_key(key) for key in (*states, *out_keys_of(policy))]
     there = [*observed, *map(as_key, made)]
     names = *FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts
     reserved = dict.fromkeys(names, "collector")
@@ -412,8 +422,8 @@ def _check_keys(
         ("observation_transform", transform, observed),
         ("policy", policy, [*there, *own, *FLAGS, IS_INIT]),
     ):
-        names = {key_parts(key)[0] for key in (*keys, *getattr(module, "out_keys", ()))}
-        reads = getattr(module, "in_keys", ())
+        names = {key_parts(key)[0] for key in (*keys, *out_keys_of(module))}
+        reads = in_keys_of(module)
         if missing := [key for key in reads if key_parts(key)[0] not in names]:
             raise KeyError(
                 f"The {name} reads {missing}, which neither the environments nor an "

@@ -13,7 +13,16 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._batch import MASK_KEY, State, as_key, check_tensordict, get_tensor, valid_mask
+from ppokit._batch import (
+    MASK_KEY,
+    State,
+    as_key,
+    check_tensordict,
+    get_tensor,
+    in_keys_of,
+    out_keys_of,
+    valid_mask,
+)
 from ppokit._calls import leaves
 from ppokit._checks import Checked, positive
 from ppokit._state import WholeState, apply_without_cast
@@ -196,7 +205,7 @@ def updated_parts(transform: TensorDictModuleBase | None) -> list[Any]:
         is_module = update is None or isinstance(update, nn.Module)  # of that name
         of_containers = nn.ModuleDict.update, nn.ParameterDict.update
         if not is_module and getattr(update, "__func__", None) not in of_containers:
-            behind = written & {*map(as_key, getattr(part, "in_keys", ()))}
+            behind = written & {*map(as_key, in_keys_of(part))}
             if behind and not getattr(part, "frozen", False):
                 raise ValueError(
                     f"A {type(part).__name__} reads {sorted(map(str, behind))}, which a module "
@@ -207,7 +216,7 @@ def updated_parts(transform: TensorDictModuleBase | None) -> list[Any]:
             fix = "update() that would move its statistics: write one, or use TensorDictSequential."
             said = f"The {type(part).__name__} holds an ObservationNormalizer, and has no {fix}"
             warnings.warn(said, stacklevel=2)
-        written |= {*map(as_key, getattr(part, "out_keys", ()))}
+        written |= {*map(as_key, out_keys_of(part))}
     return found
 
 

@@ -14,7 +14,7 @@ from torch import distributions as d
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
-from ppokit._batch import IS_INIT, Entries, Policy, key_parts
+from ppokit._batch import IS_INIT, Entries, Policy, in_keys_of, key_parts
 from ppokit._recurrent import recurrent_states
 from ppokit.collectors.batch import FLAGS, Columns
 from ppokit.policies.compiled_policy import CompiledPolicy
@@ -69,7 +69,7 @@ class CollectorPolicy:
         if not is_same or self._function is not None:  # else the states go on
             shapes = recurrent_states(policy).items()
             self._states = {key: self._zeros(*x, dtype=dtype) for key, (x, dtype) in shapes}
-            self._tracks_init = bool(shapes) or IS_INIT in getattr(policy, "in_keys", ())
+            self._tracks_init = bool(shapes) or IS_INIT in in_keys_of(policy)
             self._is_init = ~self._flags["done"]
         self._policy, self._transform = policy, transform
         self._action, self._seen = [], 0  # starts that states were set to zero for

@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import IS_INIT, Entries, Options, Policy, State
+from ppokit._batch import IS_INIT, Entries, Options, Policy, State, in_keys_of
 from ppokit._compiling import (
     Budget,
     Compiled,
@@ -84,7 +84,7 @@ class CompiledPolicy:
         policy = self._policy
         if not isinstance(policy, nn.Module) or not hasattr(policy, "in_keys"):
             return f"it is a {type(policy).__name__}, no TensorDictModule"
-        if recurrent_states(policy) or IS_INIT in getattr(policy, "in_keys", ()):
+        if recurrent_states(policy) or IS_INIT in in_keys_of(policy):
             return "it is recurrent"
         roots = {"policy": policy, "transform": self._transform}
         self._modules = modules_of({k: x for k, x in roots.items() if isinstance(x, nn.Module)})

@@ -20,7 +20,7 @@ from torchrl.modules import (
     SafeProbabilisticTensorDictSequential,
 )
 
-from ppokit._batch import Entries, Policy, as_key, key_parts
+from ppokit._batch import Entries, Policy, as_key, in_keys_of, key_parts
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit.policies.distributions import Family, find_family
 
@@ -154,7 +154,7 @@ def _modules_of(policy: Policy) -> list[Any] | str:
 def check_written(policy: Policy, written: Entries) -> None:
     """Raise a ValueError where the policy's parameters are not finite, or other entries NaN."""
     head: Any = policy[-1] if isinstance(policy, ProbabilisticTensorDictSequential) else None
-    check_numbers(written, [as_key(key) for key in getattr(head, "in_keys", ())])
+    check_numbers(written, [as_key(key) for key in in_keys_of(head)])
 
 
 def check_numbers(written: Entries, parameters: Sequence[NestedKey]) -> None:

@@ -9,7 +9,15 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._batch import as_key, get_tensor, key_list, key_parts, valid_mask
+from ppokit._batch import (
+    as_key,
+    get_tensor,
+    in_keys_of,
+    key_list,
+    key_parts,
+    out_keys_of,
+    valid_mask,
+)
 
 _NAMES = ("advantage", "value_target", "value", "action", "sample_log_prob")
 
@@ -25,7 +33,7 @@ def keys_of_loss(loss: nn.Module, batch: TensorDictBase) -> list[NestedKey]:
 
     torchrl's losses name more than they need: also what an advantage could be computed from.
     """
-    own, in_keys = getattr(loss, "tensor_keys", None), [*map(as_key, getattr(loss, "in_keys", ()))]
+    own, in_keys = getattr(loss, "tensor_keys", None), [*map(as_key, in_keys_of(loss))]
     advantage = getattr(own, "advantage", "advantage")
     needed = in_keys if own is None else [advantage]
     missing = [key for key in needed if batch.get(key, None) is None]
@@ -67,16 +75,16 @@ def check_policy_keys(loss: nn.Module, batch: TensorDictBase) -> None:
 
 def check_names_of_observations(loss: nn.Module, blocks: Mapping[str, object]) -> None:
     """Raise a ValueError where a block would overwrite an entry that policy or critic read."""
-    keys_of = lambda module, keys: {*map(as_key, getattr(module, keys, ()))}  # noqa: E731
     actor, critic = (getattr(loss, x, None) for x in ("actor_network", "critic_network"))
     value_network = getattr(blocks["advantage"], "value_network", None)
-    read = keys_of(actor, "in_keys") | keys_of(value_network, "in_keys")
-    read |= keys_of(critic, "in_keys") - keys_of(actor, "out_keys")  # a value head reads these
+    # a value head reads what the actor writes
+    of_critic = {*map(as_key, in_keys_of(critic))} - {*map(as_key, out_keys_of(actor))}
+    read = {*map(as_key, (*in_keys_of(actor), *in_keys_of(value_network)))} | of_critic
     names = getattr(loss, "tensor_keys", None)
     read |= {*map(as_key, key_list(getattr(names, "action", None)))}
     for name in ("reward_normalizer", "batcher", "advantage", "scheduler"):
         block = blocks[name]
-        written, own = ([*map(as_key, getattr(block, x, ()))] for x in ("out_keys", "in_keys"))
+        written, own = ([*map(as_key, x)] for x in (out_keys_of(block), in_keys_of(block)))
         new = [key for key in written if key[0] == "next" and key not in own]
         written += [as_key(key[1:]) for key in new]  # the next observation of that name
         if getattr(block, "value_network", None) is not None:  # not among torchrl's out_keys

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from ppokit import _checks
-from ppokit._batch import Options, State, as_key, check_tensordict, mask_key_of, valid_mask
+from ppokit._batch import (
+    Options,
+    State,
+    as_key,
+    check_tensordict,
+    mask_key_of,
+    out_keys_of,
+    valid_mask,
+)
 from ppokit._checks import choice, positive
 from ppokit._compiling import capturing
 from ppokit._state import (
@@ -143,7 +151,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         own = getattr(loss, "tensor_keys", None)
         names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
         self.in_keys = [*dict.fromkeys([*self.loss.in_keys, *names])]
-        self.out_keys = [*getattr(loss, "out_keys", ()), "grad_norm", "stepped"]
+        self.out_keys: list[NestedKey] = [*out_keys_of(loss), "grad_norm", "stepped"]
         replays = compile == "cudagraphs"
         options = compile if isinstance(compile, Mapping) else {}
         self.graphs = None if compile is False else CompiledStep(options, replays=replays)

@@ -77,7 +77,11 @@ def choice(*allowed: Any) -> Any:
 
 def check_device(device: Any) -> None:
     """Raise a ValueError for a CUDA device that is not there; None is no device."""
-    found, count = torch.device("cpu" if device is None else device), torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    # torch takes a number for a device of the accelerator, and raises if there is none
+    found = (
+        torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+    )
     if found.type == "cuda" and (found.index or 0) >= count:
         raise ValueError(
             f"device={str(found)!r}, and torch finds {count} CUDA devices: install a torch with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -79,21 +80,26 @@ def _read_log(folder: Path) -> list[dict[str, float]]:
     if len(logs) > 1:
         runs = ", ".join(sorted(str(path.relative_to(folder)) for path in logs))
         raise ValueError(f"{folder} holds several runs ({runs}): pass the folder of one.")
-    rows: dict[float, dict[str, float]] = {}
-    for name, step, value in next(iter(logs.values())):
-        rows.setdefault(step, {})[name] = value
+    points, rows = next(iter(logs.values())), dict[float, dict[str, float]]()
+    of_resumed = [step for _, step, _, is_resumed in points if is_resumed]
+    last = max(of_resumed, default=math.inf)  # what a name has beyond was dropped by a resume
+    for name, step, value, _ in points:
+        if step <= last:
+            rows.setdefault(step, {})[name] = value
     return [{**rows[step], FRAMES: step} for step in sorted(rows)]
 
 
-def _csv_points(scalars: Path) -> list[tuple[str, float, float]]:  # name, step, value
+def _csv_points(scalars: Path) -> list[tuple[str, float, float, bool]]:
+    """Return name, step, value, and whether the name has points before a resume as well."""
     points = []
     for file in sorted(scalars.rglob("*.csv")):
-        name = file.relative_to(scalars).with_suffix("").as_posix()
+        name, is_resumed = file.relative_to(scalars).with_suffix("").as_posix(), False
         for line in file.read_text().splitlines():
             step, _, value = line.partition(",")
             with suppress(ValueError):  # a line that is still being written
-                point = name, float(step), float(value)
-                while points and points[-1][0] == name and points[-1][1] >= point[1]:
+                x, y = float(step), float(value)
+                while points and points[-1][0] == name and points[-1][1] >= x:
                     points.pop()  # of a run that was resumed before it
-                points.append(point)
+                    is_resumed = True
+                points.append((name, x, y, is_resumed))
     return points

@@ -46,8 +46,9 @@ class LSTMModule(_Unsplit, TorchRLLSTMModule):
 
     .. math:: c_t = f_t \odot c_{t-1} + i_t \odot g_t, \qquad h_t = o_t \odot \tanh(c_t).
 
-    Losses and advantages set the recurrent mode. In this mode a run is the frames of one episode in
-    one row. torchrl pads all runs to one length. This module calls ``nn.LSTM`` once for all steps
+    Losses set the recurrent mode; GAE evaluates each step from its stored state. In this mode a run
+    is the frames of one episode in one row. torchrl pads all runs to one length. This module calls
+    ``nn.LSTM`` once for all steps
     at which the same runs go on. In training, if no episode starts within a row, it calls
     ``nn.LSTM`` once for all rows, padding included.
 

@@ -55,7 +55,9 @@ class Leaf(NamedTuple):
                 f"Environment {env} returned no {self.key!r} in its {whole}: return it always."
             ) from error
         value = self.check(value, env)
-        return value if self.encode is None else self.encode(value)
+        if self.encode is None:
+            return value
+        return self.encode(value.astype(np.int64) if value.dtype.kind == "u" else value)
 
     def check(self, value: Any, env: int | None) -> np.ndarray:
         """Return an array; raise a ValueError where it would be stored as something else."""
@@ -71,8 +73,8 @@ class Leaf(NamedTuple):
             if is_wrong.any():
                 raise ValueError(
                     f"{name_of(env)} returned the observation {self.key!r} with "
-                    f"{array[is_wrong].flat[0]}, and its space has {self.choices} choices, counted "
-                    "from 0. Return one of them, or declare more."
+                    f"{array[is_wrong].flat[0]}, and its space has {self.choices.tolist()} choices, "
+                    "counted from 0. Return one of them, or declare more."
                 )
         return array
 
@@ -246,7 +248,7 @@ def _choices(space: spaces.Space) -> np.ndarray | None:
         parts = [_choices(part) for part in space.spaces]
         return None if any(x is None for x in parts) else np.stack(parts)  # pyright: ignore
     if isinstance(space, spaces.MultiBinary):
-        return np.array(2)
+        return np.full(space.shape, 2)
     found = getattr(space, "n", getattr(space, "nvec", None))
     return None if found is None else np.asarray(found)
 
@@ -352,7 +354,13 @@ class Actions:
         """Raise a ValueError where a policy has chosen what its space does not have."""
         for part, key in zip(self.parts, self.keys(written), strict=True):
             kind, action = type(part.spec), batch[key]
-            if kind in (OneHot, MultiOneHot, Binary):
+            if kind in (OneHot, MultiOneHot):
+                sizes: Any = part.spec
+                sizes = [sizes.space.n] if kind is OneHot else [x.n for x in sizes.space]
+                groups = action.split(sizes, -1)
+                is_right = [((x == 0) | (x == 1)).all(-1) & (x.sum(-1) == 1) for x in groups]
+                is_wrong = ~torch.stack(is_right).all(0)
+            elif kind is Binary:
                 is_wrong = (action != 0) & (action != 1)
             elif kind in (Categorical, MultiCategorical):
                 most: Any = getattr(part.spec, "nvec", None)
@@ -364,7 +372,7 @@ class Actions:
                 continue
             if is_wrong.any():
                 raise ValueError(
-                    f"The policy chose {action[is_wrong][0]} in {key!r}, and the space is "
+                    f"The policy chose {action[is_wrong][0].tolist()} in {key!r}, and the space is "
                     f"{part.space}, counted from 0: use a distribution of choices, and a network "
                     "with an output for each."
                 )

@@ -21,7 +21,7 @@ from torchrl.modules import ProbabilisticActor
 from torchrl.record.loggers import CSVLogger
 
 from ppokit import ObservationNormalizer
-from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
+from ppokit.plotting import PANELS, plot_frames, plot_run, read_run, record_episode
 from tests.blocks import categorical_actor
 
 History = list[dict[str, float]]
@@ -169,6 +169,18 @@ def test_rows_after_the_checkpoint_of_a_resumed_run_are_replaced(
     for run in (rows, tmp_path):
         line = plot_run(run).axes[0].lines[0]
         assert np.asarray(line.get_data()).tolist() == [[frames[n] for n in kept], kept]
+
+
+def test_a_name_that_is_logged_seldom_loses_its_points_after_the_checkpoint(tmp_path: Path):
+    logger = lambda: CSVLogger("run", log_dir=str(tmp_path))  # noqa: E731
+    for frames in (10, 20, 30, 40):
+        logger().log_scalar("kl", 0.1, step=frames)
+    for frames in (20, 40):
+        logger().log_scalar("eval", 0.2, step=frames)
+    logger().log_scalar("kl", 0.3, step=30)  # resumed at 20
+    rows = read_run(tmp_path)
+    assert [row["total_frames"] for row in rows] == [10, 20, 30]
+    assert [row.get("eval") for row in rows] == [None, 0.2, None]
 
 
 def test_entries_that_are_no_numbers_are_not_drawn():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,16 +100,33 @@ class Columns:
 
     They are joined every so many steps: thousands of objects that live for a batch make Python's
     garbage collector look through all objects, which takes a tenth of a second.
+
+    A network may return the same memory in each step, such as an expanded parameter: entries that
+    do in the first two steps of a batch are copied in all.
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._steps: list[Entries] = []
         self._packed: dict[NestedKey, list[Tensor]] = defaultdict(list)
+        self._first: Entries | None = None  # as it was given
+        self._copied: Collection[NestedKey] | None = None  # None before the second step
 
     def append(self, entries: Entries) -> None:
         """Add the entries of a step."""
-        if entries:
-            self._steps.append(entries)
+        if not entries:
+            return
+        if self._copied is None:
+            if self._first is not None:
+                pairs = [(key, x, self._first.get(key)) for key, x in entries.items()]
+                self._copied = [key for key, x, y in pairs if _in_one_memory(x, y)]
+            self._first = entries if self._first is None else None
+            entries = {key: x.clone() for key, x in entries.items()}
+        elif self._copied:
+            entries = {k: x.clone() if k in self._copied else x for k, x in entries.items()}
+        self._steps.append(entries)
         if len(self._steps) == PACK:
             self._pack()
 
@@ -125,8 +142,15 @@ class Columns:
     def take(self) -> Entries:
         """Return the entries of all steps ``[n, T, ...]``, and drop them."""
         self._pack()
-        packed, self._packed = self._packed, defaultdict(list)
+        packed = self._packed
+        self._begin()
         return {k: torch.cat(rows).transpose(0, 1).contiguous() for k, rows in packed.items()}
+
+
+def _in_one_memory(x: Tensor, y: Tensor | None) -> bool:
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return True
+    return x.data_ptr() == y.data_ptr()
 
 
 class EpisodeCounts:

@@ -403,6 +403,7 @@ def _check_keys(
     names = *FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts
     reserved = dict.fromkeys(names, "collector")
     reserved |= {"raw_reward": "reward normalizer", "shifted_valid": "GAE of the update"}
+    reserved |= dict.fromkeys(("advantage", "value_target"), "GAE of the update")
     reserved["steps_to_next_obs"] = "MultiStepTransform of torchrl"  # which GAE reads
     if taken := [key for key in own if key_parts(key)[0] == "collector"]:
         raise ValueError(

@@ -62,9 +62,12 @@ class Flatten(nn.Module):
     def __init__(self, dims: int, scale: float = 1.0, choices: int = 0) -> None:
         super().__init__()
         self.dims, self.scale, self.choices = dims, scale, choices
+        self.is_vector = dims == 1 and scale == 1 and not choices
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[*B, F]`` for ``[*B, *shape]``."""
+        if self.is_vector:
+            return x.to(torch.get_default_dtype())
         dims = self.dims
         if self.choices or not dims:
             x, dims = x.unsqueeze(-1), dims + 1
@@ -124,8 +127,6 @@ def _input(spec: TensorSpec) -> nn.Module:
             return NatureCNN(shape, channel_dim, scale)
     if len(shape) == 2 and is_bytes and min(shape) >= _SMALLEST_IMAGE:
         return NatureCNN(shape, None, scale)
-    if len(shape) == 1 and spec.dtype is torch.get_default_dtype():
-        return nn.Identity()
     return Flatten(len(shape), scale)
 
 

@@ -75,7 +75,7 @@ def known_distribution(
 def check_action(key: NestedKey, action: Tensor, size: torch.Size) -> None:
     """Raise a ValueError for an action that would broadcast to the ``size`` of a distribution."""
     pairs = list(zip(action.shape, size, strict=False))
-    if action.ndim == len(size) and any(x == 1 < y for x, y in pairs):
+    if action.ndim < len(size) or (action.ndim == len(size) and any(x == 1 < y for x, y in pairs)):
         raise ValueError(
             f"{as_key(key)!r} has shape {list(action.shape)}, and the policy's actions have "
             f"{list(size)}: the action would broadcast. Store each action as the policy returns it."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from tensordict import TensorDictBase
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 #: buffers of R with one entry for each trajectory or environment
+MOST_WRITTEN = 64  # batches that are remembered
 _RESIZED = ("open_ids", "open_returns", "env_returns")
 
 
@@ -147,8 +150,8 @@ class RewardNormalizer(WholeState, Transform):
         self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
         self._keys = RewardKeys.of(reward_key, raw_key, done_key)
         self._env_keys = self._keys.in_environment()
-        # Reward and end of the last batch, to notice that a collector uses its buffers again.
-        self._written: list[tuple[Tensor | None, int]] | None = None
+        # Rewards and ends of the last batches, to notice that a collector uses its buffers again.
+        self._written: deque[list[Any]] = deque(maxlen=MOST_WRITTEN)
         # Every change assigns a new tensor: clones and saved states never change with it.
         self.register_buffer("moments", torch.tensor([0.0, 0, 0, 1], dtype=torch.float64))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
@@ -236,11 +239,16 @@ class RewardNormalizer(WholeState, Transform):
         A replay buffer calls this on its samples, which are returned unchanged.
         """
         check_tensordict(tensordict, who="RewardNormalizer")
-        holder, keys = _outermost(self), self._keys
+        holder = _outermost(self)
         # A buffer puts its transforms into a Compose, and that in eval mode.
         is_in_compose = isinstance(holder, Transform) and holder is not self
         if self.training or not is_in_compose or holder.training:
             return self._normalize_batch(tensordict)
+        return self._sampled(tensordict)
+
+    def _sampled(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return a sample of a replay buffer, or raise if it was not normalized."""
+        keys = self._keys
         is_there = tensordict.get(keys.reward, None) is not None
         if is_there and tensordict.get(keys.raw, None) is None:
             raise ValueError(
@@ -259,8 +267,8 @@ class RewardNormalizer(WholeState, Transform):
         # buffer (with invert=True on the way out), or with an action on the way to an environment.
         holder = _outermost(self)
         is_sampled = not self.training and holder is self  # append_transform(invert=True)
-        if is_sampled and self._is_normalized(tensordict, self._keys):
-            return tensordict
+        if is_sampled:
+            return self._sampled(tensordict)
         if isinstance(holder, EnvBase):
             return tensordict
         return self._normalize_batch(tensordict)
@@ -276,7 +284,8 @@ class RewardNormalizer(WholeState, Transform):
             open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
         self._write(tensordict, self._keys, measurement.reward)
-        self._written = self._written_in(tensordict, self._keys)
+        tensors = self._tensors_of(tensordict, self._keys)
+        self._written.append([(ref(x), _write_count(x)) for x in tensors])
         return tensordict
 
     def _measure(self, tensordict: TensorDictBase) -> Measurement:
@@ -295,20 +304,19 @@ class RewardNormalizer(WholeState, Transform):
             return False
         # A collector hands its postproc the same TensorDict for every batch, and writes the new
         # rewards and ends into the same tensors: the raw reward is then that of the batch before.
-        if self._written is None:
-            return True
-        now = self._written_in(tensordict, keys)
-        pairs = list(zip(now, self._written, strict=True))
-        return any(x is not y or count == before for (x, count), (y, before) in pairs)
+        now = self._tensors_of(tensordict, keys)
+        return not any(
+            all(x is held() and _write_count(x) != count for x, (held, count) in pairs)
+            for pairs in (list(zip(now, before, strict=False)) for before in self._written)
+            if len(pairs) == 2
+        )
 
     @staticmethod
-    def _written_in(
-        tensordict: TensorDictBase, keys: RewardKeys
-    ) -> list[tuple[Tensor | None, int]]:
-        """Return the tensors of reward and end, and how often each was written."""
+    def _tensors_of(tensordict: TensorDictBase, keys: RewardKeys) -> list[Tensor]:
+        """Return the reward and the end of its trajectories, where they are there."""
         ends = (tensordict.get(key, None) for key in keys.ends)
         found = tensordict.get(keys.reward, None), next((x for x in ends if x is not None), None)
-        return [(x, 0 if x is None else _write_count(x)) for x in found]
+        return [x for x in found if x is not None]
 
     def _write(self, tensordict: TensorDictBase, keys: RewardKeys, reward: Tensor) -> None:
         """Write raw and scaled reward."""
@@ -404,7 +412,7 @@ class RewardNormalizer(WholeState, Transform):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is in no collector yet, and does not need a batch's rewards.
-        return {**super().__getstate__(), "_written": None}
+        return {**super().__getstate__(), "_written": deque(maxlen=MOST_WRITTEN)}
 
     def check_state(self, state: State) -> None:
         """Raise a ValueError where a number is out of range, or an open return has no id."""

@@ -109,9 +109,9 @@ class CompiledStep:
         answer.
         """
         self._is_within = self._is_within if within is None else within
-        self._inputs: Inputs | None = None
         self._last: dict[Hashable, int] = {}  # number of the graph of the last call of each layout
-        self._numbers: dict[Hashable, int] = {}  # of the graph that has fitted twice in a row
+        # inputs and number of the graph that has fitted a layout twice in a row
+        self._fits: dict[Hashable, tuple[Inputs, int]] = {}
         self._seen: set[int] = set()  # numbers of the graphs that have run
         self._is_pure = True  # no graph has changed what graphs depend on
         for replayed in self._replayed.values():
@@ -126,23 +126,17 @@ class CompiledStep:
         if not torch.is_grad_enabled():
             return None  # an eager step raises
         layout = layout_of(request.minibatch) if self._is_within else ()
-        if layout in self._numbers and self._are_in_place():
+        if layout in self._fits and self._are_in_place(self._fits[layout][0]):
             return self._without_guards(request, layout)
         hooks = [hook for table in hooks_in(vars(request.loss)) for hook in table.items()]
         if request.loss is not self._loss or hooks != self._hooks:
             self._forget(request.loss, hooks)
         return self._with_guards(request, layout)
 
-    def _are_in_place(self) -> bool:
+    def _are_in_place(self, inputs: Inputs) -> bool:
         """Return whether the parameters lie where a CUDA graph would write to them."""
-        inputs = self._inputs
-        return inputs is not None and not (
-            self.replays
-            and any(
-                p.data_ptr() != x.data_ptr()
-                for p, x in zip(inputs.parameters, inputs.tensors[0], strict=True)
-            )
-        )
+        pairs = zip(inputs.parameters, inputs.tensors[0], strict=True)
+        return not (self.replays and any(p.data_ptr() != x.data_ptr() for p, x in pairs))
 
     def _with_guards(self, request: Request, layout: Hashable) -> Step | None:
         modules = modules_of({"loss": request.loss})
@@ -242,13 +236,13 @@ class CompiledStep:
             graph.confirm(number, layout)
             if number not in self._seen:  # it may change what the other graphs depend on
                 self._seen.add(number)
-                self._numbers.clear()
+                self._fits.clear()
             last, self._last[layout] = self._last.get(layout), number
             if last not in (None, number) or not are_same(before, attributes_of(modules)):
                 self._is_pure = False  # all are called with guards
-                self._numbers.clear()
+                self._fits.clear()
             elif last == number and self._is_pure and graph.is_static:
-                self._inputs, self._numbers[layout] = inputs, number
+                self._fits[layout] = inputs, number
         return outputs, inputs.parameters
 
     def _capture(
@@ -271,7 +265,7 @@ class CompiledStep:
             if key not in self._graphs:
                 if len(self._graphs) == MOST_STRUCTURES:
                     del self._graphs[next(iter(self._graphs))]
-                    self._numbers.clear()  # some may be of the graphs that were dropped
+                    self._fits.clear()  # some may be of the graphs that were dropped
                 self._graphs[key] = CompiledFunction(
                     graph_of(request.loss, structure),
                     self.options,
@@ -316,8 +310,7 @@ class CompiledStep:
 
     def _without_guards(self, request: Request, layout: Hashable) -> Step | None:
         """Make the step by the graph that has fitted the layout since :meth:`begin`."""
-        inputs, number = self._inputs, self._numbers[layout]
-        assert inputs is not None
+        inputs, number = self._fits[layout]
         graph, given = self._graphs[inputs.structure, True], self._given(request, inputs)
         calls = 1 if self.replays else WORTH
         with torch.no_grad(), suppress(NoGraphError):

@@ -640,7 +640,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return None
         outputs, parameters = found
         losses = outputs.losses()
-        name = loss_names(losses, type(self.loss).__name__)[0]
+        names = loss_names(losses, type(self.loss).__name__)
+        name = max(names, key=lambda key: torch.finfo(losses[key].dtype).bits)  # no rounding
         return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
 
     def _numbers_of_graph(self) -> Tensor:

@@ -326,6 +326,8 @@ TAKEN: Any = {"observation_transform": TensorDictModule(nn.Identity(), ["observa
         ("collector", POLICY, {}, "The collector writes 'collector', which would replace"),
         ("policy_version", POLICY, {}, "The collector writes 'policy_version', which would rep"),
         ("raw_reward", POLICY, {}, "The reward normalizer writes 'raw_reward', which"),
+        ("advantage", POLICY, {}, "The GAE of the update writes 'advantage', which"),
+        ("value_target", POLICY, {}, "The GAE of the update writes 'value_target', which"),
         ("shifted_valid", POLICY, {}, "The GAE of the update writes 'shifted_valid', which"),
         ("steps_to_next_obs", POLICY, {}, "writes 'steps_to_next_obs', which .* taken for it"),
         ("step_count", POLICY, {"step_count": True}, "The collector writes 'step_count', which"),
@@ -399,6 +401,7 @@ def test_numbers_that_a_cast_would_change(space: spaces.Space, value: Any, messa
         (spaces.MultiDiscrete([2, 3]), [1, 3], 3),
         (spaces.MultiDiscrete([2, 3]), [2, 2], 2),
         (spaces.MultiBinary(3), [256, 0, 1], 256),
+        (spaces.Tuple([spaces.MultiBinary(3)] * 2), ([0, 1, 0], [0, 0, 2]), 2),
         (spaces.Tuple([spaces.Discrete(3), spaces.Discrete(3)]), (0, 3), 3),
     ],
     ids=str,
@@ -415,7 +418,12 @@ def test_choices_that_the_space_does_not_have(
 
 @pytest.mark.parametrize(
     ("space", "value"),
-    [(PIXELS, np.array([3, 255])), (PIXELS, [3.0, 255.0]), (spaces.Discrete(256), np.int32(3))],
+    [
+        (PIXELS, np.array([3, 255])),
+        (PIXELS, [3.0, 255.0]),
+        (spaces.Discrete(256), np.int32(3)),
+        (spaces.Discrete(256), np.uint16(3)),
+    ],
 )
 def test_whole_numbers_of_another_dtype_are_cast(space: spaces.Space, value: Any):
     found = collect(partial(Numbers, space, value), **INDICES)["observation"]

@@ -164,6 +164,26 @@ def test_choices_that_a_policy_writes(space: spaces.Space, right: float, wrong: 
         collect(partial(Samples, BOX, space), policy(wrong), categorical_action_encoding=True)
 
 
+@pytest.mark.parametrize(
+    ("space", "wrong"),
+    [
+        (spaces.Discrete(3), [1, 0, 1]),
+        (spaces.Discrete(3), [0, 0, 0]),
+        (spaces.MultiDiscrete([2, 3]), [1, 0, 0, 0, 0]),
+        (spaces.MultiDiscrete([2, 3]), [1, 0, 0, 1, 1]),
+    ],
+    ids=str,
+)
+def test_vectors_that_are_not_one_hot(space: spaces.Space, wrong: list[int]):
+    written = lambda row: TensorDictModule(  # noqa: E731
+        lambda x: torch.tensor(row).expand(len(x), -1), ["observation"], ["action"]
+    )
+    right = [1, 0, 0] if isinstance(space, spaces.Discrete) else [0, 1, 0, 0, 1]
+    collect(partial(Samples, BOX, space), written(right))
+    with pytest.raises(ValueError, match=r"The policy chose \[.*\] in 'action', and the space is"):
+        collect(partial(Samples, BOX, space), written(wrong))
+
+
 def test_a_vector_environment_gets_actions_of_its_dtype():
     space = spaces.Discrete(3, dtype=np.int32)
     envs = [Samples(BOX, space) for _ in range(2)]

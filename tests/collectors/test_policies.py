@@ -11,18 +11,19 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     AddStateIndependentNormalScale,
+    NormalParamExtractor,
     TensorDictModule,
     TensorDictModuleBase,
     TensorDictModuleWrapper,
     TensorDictSequential,
 )
+from torch import Tensor, nn
 from torch import distributions as d
-from torch import nn
 from torchrl.envs import ExplorationType, GymEnv
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 from torchrl.modules.distributions.discrete import ReparamGradientStrategy
 
-from ppokit import TensorActor
+from ppokit import GymCollector, TensorActor
 from tests.blocks import actor_of
 from tests.collectors.test_collector import (
     POLICY,
@@ -337,3 +338,57 @@ def test_repr_shows_the_path_and_its_reason(change: Any, reason: str | None):
     expected = "called on tensors" if reason is None else "called as a TensorDictModule ("
     assert expected in repr(collector)
     assert reason is None or reason in repr(collector)
+
+
+class Reuses(nn.Module):
+    """Writes its outputs into the same memory at each call, or returns an expanded parameter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.scale = kind, nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_buffer("out", torch.zeros(2, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loc = x.sum(-1, keepdim=True)
+        if self.kind == "one memory":
+            loc = torch.add(loc, 0, out=self.out)
+            return loc, torch.ones_like(loc)
+        self.scale += 0.1  # as weights arrive while a worker collects
+        return loc, self.scale.expand_as(loc)
+
+
+@pytest.mark.parametrize("kind", ["one memory", "a parameter"])
+def test_networks_that_return_the_same_memory_in_each_step(kind: str):
+    network = TensorDictModule(Reuses(kind), ["observation"], ["loc", "scale"])
+    policy = actor_of(network, IndependentNormal)
+    with GymCollector("Pendulum-v1", policy, frames_per_batch=16, num_envs=2) as collector:
+        for _ in range(2):
+            batch = collector.rollout()
+            torch.testing.assert_close(batch["loc"], batch["observation"].sum(-1, keepdim=True))
+            expected = d.Independent(d.Normal(batch["loc"], batch["scale"]), 1)
+            score = expected.log_prob(batch["action"])
+            torch.testing.assert_close(batch["action_log_prob"], score)
+            steps = batch["scale"].diff(dim=1)
+            torch.testing.assert_close(steps, torch.full_like(steps, 0.1 * (kind != "one memory")))
+
+
+def test_a_transform_that_returns_the_same_memory_in_each_step():
+    memory = torch.zeros(2, 3)
+    double = TensorDictModule(
+        lambda x: torch.mul(x, 2, out=memory if x.shape == (2, 3) else None),  # pyright: ignore
+        ["observation"],
+        ["double"],
+    )
+    network = TensorDictModule(nn.Linear(3, 2), ["double"], ["params"])
+    policy = actor_of(
+        TensorDictSequential(network, TensorDictModule(NormalParamExtractor(), ["params"], PAIR)),
+        IndependentNormal,
+    )
+    options: Any = {"frames_per_batch": 8, "num_envs": 2, "observation_transform": double}
+    with GymCollector("Pendulum-v1", policy, **options) as collector:
+        batch = collector.rollout()
+    torch.testing.assert_close(batch["double"], 2 * batch["observation"])
+    torch.testing.assert_close(batch["next", "double"], 2 * batch["next", "observation"])
+
+
+PAIR: list[Any] = ["loc", "scale"]

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from ppokit import RewardNormalizer
 from tests.golden import assert_golden, rl8
@@ -326,3 +327,29 @@ def test_a_reward_that_was_changed_in_place_is_not_normalized_again(change: Any)
         normalizer(batch)
     assert torch.equal(batch["next", "raw_reward"], raw)
     assert normalizer.count == batch.numel()
+
+
+def test_collectors_that_use_their_buffers_again_may_share_a_normalizer():
+    """Each writes the rewards of the next batch over the scaled ones, in its own TensorDict."""
+    normalizer, batches = RewardNormalizer(), [make_rollout(n, 2, 4, 0.2) for n in range(2)]
+    raw = [batch["next", "reward"].clone() for batch in batches]
+    for number in range(3):
+        for batch, reward in zip(batches, raw, strict=True):
+            normalizer(batch)
+            assert torch.equal(batch["next", "raw_reward"], reward)
+            with pytest.raises(ValueError, match="Keep one of them"):
+                normalizer(batch)
+        assert normalizer.count == (number + 1) * 2 * batches[0].numel()
+        for batch, reward in zip(batches, raw, strict=True):
+            batch["next", "reward"].copy_(reward)
+            batch["next", "done"].copy_(batch["next", "done"].clone())
+
+
+def test_a_buffer_that_was_written_before_is_refused_where_it_is_sampled():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    buffer.extend(make_rollout(0, 8, 4, 0.2))
+    normalizer = RewardNormalizer()
+    buffer.append_transform(normalizer, invert=True)
+    with pytest.raises(ValueError, match="written before the normalizer was appended"):
+        buffer.sample()
+    assert not normalizer.count

@@ -1050,6 +1050,60 @@ def test_sizes_and_whole_numbers_that_change_between_updates(
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
+class TrainsMoreOfMany(Squares):
+    """Trains its second network in minibatches of 8 frames only."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.second = nn.Linear(3, 1, dtype=DTYPE)
+
+    def forward(self, minibatch: Any) -> TensorDict:
+        losses = super().forward(minibatch)
+        if len(minibatch) == 8:
+            losses["loss_b"] = (self.second(minibatch["x"]) - minibatch["y"]).square().mean()
+        return losses
+
+
+def test_minibatches_that_train_other_parameters_in_one_update(monkeypatch: pytest.MonkeyPatch):
+    """A graph without guards is that of its own layout."""
+    monkeypatch.setattr(compiled, "WORTH", 3)
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        loss = TrainsMoreOfMany(nn.Linear(3, 1, dtype=DTYPE))
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), 1e-2), compile=compile)
+        update = PPOUpdate(step, minibatch_size=8, epochs=6, seed=0)
+        norms = [update(minibatch(20, number))["grad_norm"] for number in range(2)]
+        found.append(torch.tensor([*norms, *parameters_of(loss)], dtype=DTYPE))
+        assert ("eager" in repr(step)) is (compile is False)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+class Narrow(Squares):
+    """Its first loss has a narrower dtype than its second."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.first = nn.Linear(3, 1)
+
+    def forward(self, minibatch: Any) -> TensorDict:
+        wide = super().forward(minibatch)["loss_a"]
+        narrow = self.first(minibatch["x"].float()).square().mean()
+        return TensorDict({"loss_a": narrow, "loss_b": wide}, [])
+
+
+def test_accumulated_gradients_are_weighted_in_the_widest_dtype():
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        loss = Narrow(nn.Linear(3, 1, dtype=DTYPE))
+        step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), 0.1), compile=compile)
+        update = PPOUpdate(step, minibatch_size=8, epochs=3, accumulate_grads=True, seed=0)
+        update(minibatch(22, 0))
+        found.append([p.detach().clone() for p in loss.network.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_graphs_that_are_dropped_within_an_update(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "MOST_STRUCTURES", 1)

@@ -73,8 +73,8 @@ class Leaf(NamedTuple):
             if is_wrong.any():
                 raise ValueError(
                     f"{name_of(env)} returned the observation {self.key!r} with "
-                    f"{array[is_wrong].flat[0]}, and its space has {self.choices.tolist()} choices, "
-                    "counted from 0. Return one of them, or declare more."
+                    f"{array[is_wrong].flat[0]}, and its space has {self.choices.tolist()} "
+                    "choices, counted from 0. Return one of them, or declare more."
                 )
         return array
 

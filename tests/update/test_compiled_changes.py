@@ -756,7 +756,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Any], tuple[int, ...]]] = {
 }
 
 
-SLOW = ("a flag", "a flag, thrice", "a hook of all optimizers", "a network that counts")
+SLOW = (
+    "a flag",
+    "a flag, thrice",
+    "a hook of all optimizers",
+    "a network that counts",
+    "a function of the optimizer",
+    "memory that parameters share",
+    "a hook that is registered again",
+)
 
 
 def trace(name: str, compile: Any) -> Tensor:

@@ -281,3 +281,14 @@ def check_stored(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> None:
     """Raise unless these states are there; without, torchrl's modules start from zero silently."""
     for key in keys:
         get_tensor(tensordict, key, fix=STATE_FIX)
+
+
+def recurrent_states(policy: Policy) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
+    """Return shapes and dtypes (the parameters', not the primer's) of a policy's states."""
+    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    return {
+        as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))
+        for module in modules
+        if hasattr(module, "make_tensordict_primer")
+        for key, spec in module.make_tensordict_primer().primers.items(True, True)
+    }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from tensordict.utils import NestedKey
 from torch import nn
 
@@ -40,14 +38,3 @@ def check_own_states(*networks: Policy | None) -> None:
                     f"{others[0]!r} and {outputs[0]!r}. Give one of them names of its own, "
                     "such as 'critic_state' and ('next', 'critic_state')."
                 )
-
-
-def recurrent_states(policy: Policy) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes (the parameters', not the primer's) of a policy's states."""
-    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    return {
-        as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))
-        for module in modules
-        if hasattr(module, "make_tensordict_primer")
-        for key, spec in module.make_tensordict_primer().primers.items(True, True)
-    }

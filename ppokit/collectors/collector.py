@@ -28,9 +28,10 @@ from ppokit._batch import (
     in_keys_of,
     key_parts,
     out_keys_of,
+    recurrent_states,
 )
 from ppokit._checks import Checked, whole
-from ppokit._recurrent import check_own_states, recurrent_states
+from ppokit._recurrent import check_own_states
 from ppokit._state import check_names, load_all, state_of
 from ppokit.collectors.batch import FLAGS, EpisodeCounts
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from

@@ -14,8 +14,7 @@ from torch import distributions as d
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
-from ppokit._batch import IS_INIT, Entries, Policy, in_keys_of, key_parts
-from ppokit._recurrent import recurrent_states
+from ppokit._batch import IS_INIT, Entries, Policy, in_keys_of, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, Columns
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.policies.tensor_policy import (

@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import IS_INIT, Entries, Options, Policy, State, in_keys_of
+from ppokit._batch import IS_INIT, Entries, Options, Policy, State, in_keys_of, recurrent_states
 from ppokit._compiling import (
     Budget,
     Compiled,
@@ -25,7 +25,6 @@ from ppokit._compiling import (
     have_hooks,
     modules_of,
 )
-from ppokit._recurrent import recurrent_states
 from ppokit.policies.tensor_policy import call_on_tensordict, find_tensor_policy
 
 WORTH = 300  # calls of a graph within batches, after which it is captured without guards

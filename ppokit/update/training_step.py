@@ -242,15 +242,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             self.loss,
             self.optimizer,
             self.stopper,
-            make_step=self._step_of_trainer,
+            make_step=lambda minibatch: (self(minibatch), self.counts),
             settle=self.settle,
             reset=self.reset,
             parts=self._parts_of_trainer,
         )
         stepper.register(trainer, name)
-
-    def _step_of_trainer(self, minibatch: TensorDictBase) -> tuple[TensorDictBase, Tensor | bool]:
-        return self(minibatch), self.counts
 
     def _parts_of_trainer(self) -> dict[str, Any]:
         return self.parts if self.stopper is None else {**self.parts, "stopper": self.stopper}

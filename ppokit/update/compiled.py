@@ -98,7 +98,7 @@ class CompiledStep:
         self._replayed: dict[Hashable, ReplayedStep] = {}
         self._in_a_row: tuple[Hashable, int] = (None, 0)
         self._has_missed = False  # captures of a key and layout
-        self._is_new = False  # the optimizer had no state of what a graph would train
+        self._without_state = 0  # calls in a row: the optimizer had none of what a graph trains
         self._doubt: str | None = None  # why the losses could not be traced; they may raise eagerly
         self.begin()
 
@@ -177,10 +177,10 @@ class CompiledStep:
                 self._doubt = traced
                 return None
             self._note_trained(traced.trained)
-            inputs, was_new = _inputs_of(request, parameters, traced.trained), self._is_new
-            self._is_new = inputs is None
-            if inputs is None:  # an eager step raises, or creates the state
-                if was_new:
+            inputs = _inputs_of(request, parameters, traced.trained)
+            self._without_state = self._without_state + 1 if inputs is None else 0
+            if inputs is None:  # an eager step raises, creates the state, or is skipped
+                if self._without_state > MOST_IN_A_ROW:
                     self._doubt = NO_STATE
                 return None
             reason = self._reason_to_rest(inputs.structure)

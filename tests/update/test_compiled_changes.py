@@ -618,7 +618,7 @@ class FlipsInTheLast(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
-@pytest.mark.parametrize("swaps", [False, slow(True)])
+@pytest.mark.parametrize("swaps", [slow(False), slow(True)])
 def test_a_minibatch_may_change_what_the_others_depend_on(
     swaps: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -1036,7 +1036,7 @@ class Remembers(nn.Linear):
         return super().forward(input) * last
 
 
-@pytest.mark.parametrize("layer", [slow(Bank), Counted, slow(Remembers)])
+@pytest.mark.parametrize("layer", [slow(Bank), slow(Counted), slow(Remembers)])
 def test_sizes_and_whole_numbers_that_change_between_updates(
     layer: type[nn.Linear], monkeypatch: pytest.MonkeyPatch
 ):

@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from ppokit import _checks
 from ppokit._batch import Parts, State, as_key
 from ppokit._checks import Checked
+from ppokit.functional import _checks
 
 if TYPE_CHECKING:
     _Module = nn.Module

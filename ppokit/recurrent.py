@@ -18,8 +18,8 @@ from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit import kernels
 from ppokit._batch import STATE_FIX, get_tensor, valid_mask
-from ppokit._checks import check_bool
 from ppokit._state import WholeState
+from ppokit.functional._checks import check_bool
 
 
 class _Unsplit(WholeState):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ppokit import _checks
+from ppokit.functional import _checks
 
 
 class Recorder(TorchDispatchMode):

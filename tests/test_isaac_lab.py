@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.utils import check_env_specs
 
-from ppokit import _checks
+from ppokit.functional import _checks
 from tests.isaac_env import CartPole, IsaacLike, Pendulum
 from tests.isaac_lab import make_networks, page_program, settings, train_with_torchrl
 

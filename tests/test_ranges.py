@@ -26,8 +26,8 @@ from ppokit import (
     SequenceBatcher,
     StepSchedule,
     TrainingStep,
-    _checks,
 )
+from ppokit.functional import _checks
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.update.parts import make_batch, make_loss, parameters_of
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit import _checks
 from ppokit._batch import (
     MASK_KEY,
     TRAJ_KEY,
@@ -38,9 +37,10 @@ from ppokit._batch import (
 )
 from ppokit._batch import time_dim as find_time_dim
 from ppokit._calls import explain, shapes_of
-from ppokit._checks import check_float, check_range, choice
+from ppokit._checks import choice
 from ppokit._state import WholeState, apply_without_cast
-from ppokit.functional import gae
+from ppokit.functional import _checks, gae
+from ppokit.functional._checks import check_float, check_range
 
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
 _OF_AGENTS = (

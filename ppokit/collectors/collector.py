@@ -25,13 +25,13 @@ from ppokit._batch import (
     Policy,
     State,
     as_key,
+    check_own_states,
     in_keys_of,
     key_parts,
     out_keys_of,
     recurrent_states,
 )
 from ppokit._checks import Checked, whole
-from ppokit._recurrent import check_own_states
 from ppokit._state import check_names, load_all, state_of
 from ppokit.collectors.batch import FLAGS, EpisodeCounts
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
@@ -403,8 +403,9 @@ def _check_keys(
     there = [*observed, *map(as_key, made)]
     names = *FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts
     reserved = dict.fromkeys(names, "collector")
-    reserved |= {"raw_reward": "reward normalizer", "shifted_valid": "GAE of the update"}
-    reserved |= dict.fromkeys(("advantage", "value_target"), "GAE of the update")
+    of_gae = "advantage", "value_target", "shifted_valid"
+    reserved |= dict.fromkeys(of_gae, "GAE of the update")
+    reserved["raw_reward"] = "reward normalizer"
     reserved["steps_to_next_obs"] = "MultiStepTransform of torchrl"  # which GAE reads
     if taken := [key for key in own if key_parts(key)[0] == "collector"]:
         raise ValueError(

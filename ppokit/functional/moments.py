@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppokit._checks import at_least_float32, check_bool, check_float, check_same_shape
+from ppokit.functional._checks import at_least_float32, check_bool, check_float, check_same_shape
 
 
 def masked_mean(

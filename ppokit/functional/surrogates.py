@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ppokit import _checks
-from ppokit._checks import at_least_float32, check_float, check_range, check_same_shape
+from ppokit.functional import _checks
+from ppokit.functional._checks import at_least_float32, check_float, check_range, check_same_shape
 
 _CRITIC_LOSSES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss, PPOLoss
 
-from ppokit import _checks
 from ppokit._batch import State
-from ppokit._checks import check_range
+from ppokit.functional import _checks
+from ppokit.functional._checks import check_range
 from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
 FLOATS = ("clip_epsilon", "clip_value", "entropy_coeff", "critic_coeff", "max_importance_ratio")

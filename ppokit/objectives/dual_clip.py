@@ -31,6 +31,8 @@ from ppokit._batch import (
     TRAJ_KEY,
     State,
     as_key,
+    breaks_graphs,
+    check_own_states,
     check_stored,
     check_trajectories,
     get_if_any,
@@ -44,11 +46,11 @@ from ppokit._batch import (
     time_dim,
 )
 from ppokit._calls import call, explain, hooks_in, outside_of_graphs, shapes_of
-from ppokit._checks import check_bool, check_float, check_same_shape, choice, whole
-from ppokit._recurrent import breaks_graphs, check_own_states
+from ppokit._checks import choice, whole
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
 from ppokit.functional import clipped_critic_loss, kl_estimate
+from ppokit.functional._checks import check_bool, check_float, check_same_shape
 from ppokit.objectives import terms
 from ppokit.objectives.coefficients import (
     FLOATS,

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
-from ppokit import _checks
 from ppokit._batch import Entries, as_key, get_if_any, key_parts
 from ppokit._calls import overridden
-from ppokit.functional import kl_estimate, masked_std
+from ppokit.functional import _checks, kl_estimate, masked_std
 from ppokit.functional.surrogates import clip_log_ratio
 from ppokit.policies.distributions import (
     Categorical,

@@ -11,9 +11,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._batch import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
-from ppokit._checks import check_bool
 from ppokit._state import check_names
 from ppokit.functional import reversed_discounted_returns
+from ppokit.functional._checks import check_bool
 from ppokit.rewards.returns import CLOSED, OpenReturns, initial_returns, last_steps, open_after
 
 

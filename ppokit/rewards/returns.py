@@ -25,9 +25,9 @@ from ppokit._batch import (
     time_dim,
     valid_mask,
 )
-from ppokit._checks import check_bool, check_float
 from ppokit.distributed import gather_over_ranks, raise_together
 from ppokit.functional import masked_mean, reversed_discounted_returns
+from ppokit.functional._checks import check_bool, check_float
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ppokit._batch import State
-from ppokit._checks import Checked, check_range, check_same_shape
+from ppokit._checks import Checked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
+from ppokit.functional._checks import check_range, check_same_shape
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks, warn_not_finite
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit import _checks
 from ppokit._batch import as_key
 from ppokit._checks import Checked, choice
 from ppokit._state import WholeState, refuse_torch_schedulers
 from ppokit.distributed import resolve_group
+from ppokit.functional import _checks
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, sums_over_ranks, warn_not_finite
 from ppokit.trust_region.trainer import KLHooks
 

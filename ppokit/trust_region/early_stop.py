@@ -13,9 +13,10 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from ppokit._batch import State, as_key, check_writable
-from ppokit._checks import check_same_shape, choice, positive, whole
+from ppokit._checks import choice, positive, whole
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
+from ppokit.functional._checks import check_same_shape
 from ppokit.trust_region.mean_kl import (
     AnyKL,
     answer_until_all_are_done,
@@ -261,15 +262,8 @@ class TrainerHooks(KLHooks):
             raise StopIteration
         super().before_minibatch(batch)
 
-    def add(
-        self,
-        losses: TensorDictBase,
-        mask: Tensor | None,
-        minibatch: TensorDictBase,
-        counts: Tensor | bool = True,
-    ) -> None:
+    def after_minibatch(self) -> None:
         """Update the stopper, or keep the KL for the end of the epoch."""
-        super().add(losses, mask, minibatch, counts)
         if self.block.when == "minibatch":
             super().update()
 

@@ -79,6 +79,10 @@ class KLHooks:
         else:
             frames = mask.sum().to(kl.device, torch.float64).expand(kl.shape)
         self._kls.append((kl, frames * counts))
+        self.after_minibatch()
+
+    def after_minibatch(self) -> None:
+        """Keep the KL for :meth:`update`; to be overridden."""
 
     def update(self) -> None:
         """Update the block with the KLs so far."""

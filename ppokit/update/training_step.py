@@ -15,7 +15,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from ppokit import _checks
 from ppokit._batch import (
     Options,
     State,
@@ -37,6 +36,7 @@ from ppokit._state import (
     state_dict_of,
 )
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
+from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.update.checks import (
     check_arguments,

@@ -19,8 +19,8 @@ from ppokit import (
     KLEarlyStopper,
     PPOUpdate,
     TrainingStep,
-    _checks,
 )
+from ppokit.functional import _checks
 from tests.blocks import Given, make_actor, make_critic, make_minibatch, ppo_update
 from tests.marks import slow
 from tests.ranks import run_on_two_ranks

@@ -27,8 +27,8 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
     TrainingStep,
-    _checks,
 )
+from ppokit.functional import _checks
 from ppokit.networks import actor_critic
 from ppokit.update import decision
 from tests.blocks import categorical_actor

@@ -22,8 +22,8 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     TrainingStep,
-    _checks,
 )
+from ppokit.functional import _checks
 from ppokit.update import decision
 from tests.blocks import Given, make_actor, make_minibatch
 from tests.update.parts import make_batch, make_loss, parameters_of

@@ -11,8 +11,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from ppokit import KLEarlyStopper, TrainingStep, _checks
+from ppokit import KLEarlyStopper, TrainingStep
 from ppokit._compiling import FREE_TRACES
+from ppokit.functional import _checks
 from tests.blocks import Given, make_actor, make_minibatch
 from tests.update.parts import make_loss, parameters_of
 from tests.update.step_cases import make_case
@@ -127,7 +128,7 @@ def test_a_loss_without_losses(make: Any, error: type[Exception], message: str):
 NUMBERS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
 # Not counted: Dynamo's reads; Adam's of its step counter, which is on the CPU; and checks of
 # values, which are made of CPU tensors alone.
-OTHERS = ("torch/_", "torch/optim", "ppokit/_checks.py")
+OTHERS = ("torch/_", "torch/optim", "functional/_checks.py")
 
 
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")

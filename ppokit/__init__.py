@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name not in (*_PLACES, *_MODULES, *_OTHERS):
         raise AttributeError(f"module 'ppokit' has no attribute {name!r}")
     with _lock:
-        value: Any = import_module(f"ppokit.{_PLACES.get(name, name)}")
+        value = import_module(f"ppokit.{_PLACES.get(name, name)}")
         value = getattr(value, name) if name in _PLACES else value
     globals()[name] = value
     return value

@@ -24,6 +24,7 @@ Options = Mapping[str, Any]  #: arguments of torch.compile, by name
 State = Mapping[str, Any]  #: what state_dict() returns
 Parts = Mapping[str, Any]  #: objects with a state, and plain data, by name
 Shapes = Mapping[NestedKey, tuple[Sequence[int], torch.dtype]]  #: and dtypes, by entry
+Default = TypeVar("Default", NestedKey, None)
 Method = TypeVar("Method", bound=Callable[..., Any])
 Policy = Callable[[TensorDictBase], TensorDictBase]  #: any TensorDictModule, or a function
 
@@ -49,7 +50,7 @@ def takes_tensordict(forward: Method) -> Method:
     """Let a method that dispatches its arguments raise a TypeError for a dictionary."""
 
     @wraps(forward)
-    def checked(self: object, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: object, *args: object, **kwargs: object) -> Any:
         if args and isinstance(args[0], dict):
             check_tensordict(args[0], who=type(self).__name__)
         return forward(self, *args, **kwargs)
@@ -67,7 +68,7 @@ def check_writable(tensordict: TensorDictBase, keys: Iterable[NestedKey], *, who
     """Raise, before anything is counted, if a block could not write these keys into a batch."""
     check_tensordict(tensordict, who=who)
     for key in keys:
-        holder: Any = tensordict
+        holder = tensordict
         *outer, _ = key_parts(key)
         for depth, name in enumerate([*outer, None]):
             where = f"The entry {as_key(tuple(outer[:depth]))!r} of the batch"
@@ -250,6 +251,17 @@ def in_keys_of(module: object) -> Sequence[NestedKey]:
 def out_keys_of(module: object) -> Sequence[NestedKey]:
     """Return the keys of the entries that a module writes; none of other objects."""
     return getattr(module, "out_keys", ())
+
+
+def key_named(module: object, name: str, default: Default = None) -> NestedKey | Default:
+    """Return the key in a torchrl module's ``tensor_keys`` of this name, or the default."""
+    return getattr(getattr(module, "tensor_keys", None), name, default)
+
+
+def network_of(module: object, name: str) -> nn.Module | None:
+    """Return a network of a loss or an advantage module by its name, or None."""
+    network = getattr(module, name, None)
+    return network if isinstance(network, nn.Module) else None
 
 
 def is_recurrent(network: nn.Module | None) -> bool:

@@ -38,7 +38,7 @@ hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 def parts(module: nn.Module) -> list[Any]:
     """Return the modules that a module calls in turn: the parts of a sequence, or itself."""
     is_sequence = (
-        getattr(type(module), "forward", None) is TensorDictSequential.forward
+        type(module).forward is TensorDictSequential.forward
         and module.inplace in (None, True)
         and not (module._select_before_return or module.partial_tolerant)
         and not is_hooked_or_patched(module)
@@ -64,7 +64,7 @@ def leaves(network: object) -> Iterator[Any]:
 
 def obstacle(module: nn.Module) -> str | None:
     """Return why a module does more than call a network on entries, or None if it does not."""
-    if getattr(type(module), "forward", None) is not TensorDictModule.forward:
+    if type(module).forward is not TensorDictModule.forward:
         return f"{type(module).__name__} has a forward of its own"
     if is_hooked_or_patched(module):
         return f"a hook on {type(module).__name__}, or another forward than its class's"
@@ -182,7 +182,7 @@ def as_tuple(outputs: object, module: TensorDictModule) -> tuple[Tensor | Tensor
     return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
 
 
-def _call_in_recurrent_mode(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_in_recurrent_mode(function: Callable[..., Any], *arguments: object) -> Any:
     # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
     with set_recurrent_mode(True):
         return function(*arguments)

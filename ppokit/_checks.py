@@ -27,14 +27,14 @@ class Checked:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         instance.__dict__[self._name] = self.check(value)
 
     if TYPE_CHECKING:
 
-        def __get__(self, instance: Any, owner: type) -> Any: ...
+        def __get__(self, instance: object, owner: type) -> Any: ...
 
-    def check(self, value: Any, name: str = "") -> Any:
+    def check(self, value: object, name: str = "") -> Any:
         """Return the value to store, or raise a ValueError."""
         if isinstance(value, np.ndarray | np.generic) and value.size == 1:
             value = value.item()
@@ -62,7 +62,7 @@ def whole(least: int = 1, *, optional: bool = False) -> Any:
     return Checked(accepts, f"be a whole number of at least {least}", int)
 
 
-def choice(*allowed: Any) -> Any:
+def choice(*allowed: object) -> Any:
     """Return an attribute that is one of these values."""
     *others, last = map(repr, allowed)
     return Checked(lambda x: x in allowed, f"be {', '.join(others)} or {last}")

@@ -127,7 +127,7 @@ class CompiledFunction:
         )
         self._requests: dict[Hashable, int] = {}  # for each of them
 
-    def _compile(self, **options: Any) -> Compiled:
+    def _compile(self, **options: object) -> Compiled:
         @torch.compiler.assume_constant_result
         def begin_trace() -> int:  # runs while a graph is captured, and never in a graph
             if not self._may_capture:
@@ -149,7 +149,7 @@ class CompiledFunction:
 
         function = self._function
 
-        def numbered(*arguments: Any) -> tuple[int, Any]:
+        def numbered(*arguments: object) -> tuple[int, Any]:
             if not torch.compiler.is_dynamo_compiling():
                 raise NoGraphError("a stance, a dispatch mode or a setting disables torch.compile")
             number, result = begin_trace(), function(*arguments)
@@ -162,7 +162,7 @@ class CompiledFunction:
         numbered = FunctionType(code, numbered.__globals__, name, None, numbered.__closure__)
         return torch.compile(numbered, **{**self._options, **options})
 
-    def __call__(self, *arguments: Any, may_capture: bool) -> tuple[int, Any]:
+    def __call__(self, *arguments: object, may_capture: bool) -> tuple[int, Any]:
         """Return the number of the graph whose guards hold, and its result.
 
         Raises:

@@ -162,7 +162,7 @@ def keep_state(part: Any) -> Callable[[], None]:
     return restore
 
 
-def _marked(state: Any) -> Any:
+def _marked(state: object) -> Any:
     """Mark the states of modules as ones to restore: the present numbers need not be in range."""
     for metadata in getattr(state, "_metadata", {}).values():
         metadata["is_restored"] = True
@@ -172,7 +172,7 @@ def _marked(state: Any) -> Any:
 
 
 @contextmanager
-def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
+def unchanged(*parts: object, device: torch.device) -> Iterator[None]:
     """Restore states and random numbers at the end of a trial forward pass."""
     restore = [keep_state(part) for part in parts if part is not None]
     restore += [partial(random.setstate, random.getstate())]
@@ -310,7 +310,7 @@ def refuse_torch_schedulers(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def state_of(module: Any) -> dict[str, Any]:
+def state_of(module: object) -> dict[str, Any]:
     """Return the state of a module, empty for any other object."""
     return module.state_dict() if isinstance(module, nn.Module) else {}
 

@@ -152,7 +152,7 @@ def _draw_panel(
                 continue
             # Colours tell labels apart, or the statistics of one label.
             color = COLORS[(at if len(groups) > 1 else place) % len(COLORS)]
-            look: Any = {"color": color, "ls": STYLES[place % len(STYLES)], "lw": 1.4}
+            look = {"color": color, "ls": STYLES[place % len(STYLES)], "lw": 1.4}
             name = name.replace("_", " ") if len(names) > 1 else ""
             text = ", ".join(filter(None, (label, name)))
             lines, band = _lines(curves)

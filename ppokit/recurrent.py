@@ -247,9 +247,9 @@ def _run_segments(
     return torch.cat(outputs), [torch.cat(parts[::-1], 1) for parts in zip(*ended, strict=True)]
 
 
-def _call(network: nn.RNNBase, x: Any, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
+def _call(network: nn.RNNBase, x: object, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
     """Return output and states after the last step; no states stand for zeros."""
-    given: Any = tuple(state.contiguous() for state in states)
+    given = tuple(state.contiguous() for state in states)
     if isinstance(network, nn.LSTM):
         output, after = network(x, given or None)
         return output, list(after)

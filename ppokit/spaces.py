@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
             return value
         return self.encode(value.astype(np.int64) if value.dtype.kind == "u" else value)
 
-    def check(self, value: Any, env: int | None) -> np.ndarray:
+    def check(self, value: object, env: int | None) -> np.ndarray:
         """Return an array; raise a ValueError where it would be stored as something else."""
         array = check_array(value, self.accepted, f"the observation {self.key!r}", env)
         stored = whole_numbers(self.dtype)
@@ -102,7 +102,7 @@ def name_of(env: int | None) -> str:
     return "A vector environment" if env is None else f"Environment {env}"
 
 
-def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | None) -> np.ndarray:
+def check_array(value: object, accepted: Sequence[Shape], name: str, env: int | None) -> np.ndarray:
     """Return an array of one of these shapes; ``env`` None is a whole vector environment."""
     if type(value) is np.ndarray and value.shape in accepted and value.dtype.kind in "fiub":
         return value
@@ -154,7 +154,7 @@ def _advice(space: spaces.Space) -> str:
 
 
 def wrap(
-    env: Any, categorical_action_encoding: bool, reads: Collection[NestedKey] | None = None
+    env: object, categorical_action_encoding: bool, reads: Collection[NestedKey] | None = None
 ) -> GymWrapper:
     """Return torchrl's wrapper of an environment.
 
@@ -249,8 +249,9 @@ def _choices(space: spaces.Space) -> np.ndarray | None:
         return None if any(x is None for x in parts) else np.stack(parts)  # pyright: ignore
     if isinstance(space, spaces.MultiBinary):
         return np.full(space.shape, 2)
-    found = getattr(space, "n", getattr(space, "nvec", None))
-    return None if found is None else np.asarray(found)
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.nvec
+    return np.asarray(space.n) if isinstance(space, spaces.Discrete) else None
 
 
 def _shape_of(space: spaces.Space) -> Shape | None:
@@ -263,14 +264,13 @@ def _shape_of(space: spaces.Space) -> Shape | None:
 
 def check_starts(space: spaces.Space) -> None:
     """Raise for integers that do not start at 0: torchrl's specs start there."""
-    parts = getattr(space, "spaces", ())  # of a Dict or a Tuple
-    for part in parts.values() if isinstance(parts, dict) else parts:
-        check_starts(part)
-    start: Any = getattr(space, "start", 0)
-    if torch.as_tensor(start).any():
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for part in space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces:
+            check_starts(part)
+    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and np.any(space.start):
         raise ValueError(
-            f"{space} starts at {start}, and torchrl's encoding starts at 0. Wrap the environment "
-            "in gymnasium.wrappers.TransformAction or TransformObservation."
+            f"{space} starts at {space.start}, and torchrl's encoding starts at 0. Wrap the "
+            "environment in gymnasium.wrappers.TransformAction or TransformObservation."
         )
 
 
@@ -314,7 +314,7 @@ class Actions:
         for key, spec in wrapper.full_action_spec.items(True, True):
             path = key_parts(key) if isinstance(space, spaces.Dict) else ()
             is_choice = type(spec) in (Categorical, OneHot)  # not of their subclasses
-            of_part: Any = reduce(getitem, path, self._space)
+            of_part = reduce(getitem, path, self._space)
             are_rows = type(of_part) is spaces.Box and of_part.shape != () and not joined
             part = path, of_part, spec, is_choice, joined, are_rows
             self.parts.append(ActionPart(as_key(key), *part))
@@ -355,7 +355,7 @@ class Actions:
         for part, key in zip(self.parts, self.keys(written), strict=True):
             kind, action = type(part.spec), batch[key]
             if kind in (OneHot, MultiOneHot):
-                sizes: Any = part.spec
+                sizes = part.spec
                 sizes = [sizes.space.n] if kind is OneHot else [x.n for x in sizes.space]
                 groups = action.split(sizes, -1)
                 is_right = [((x == 0) | (x == 1)).all(-1) & (x.sum(-1) == 1) for x in groups]
@@ -363,8 +363,8 @@ class Actions:
             elif kind is Binary:
                 is_wrong = (action != 0) & (action != 1)
             elif kind in (Categorical, MultiCategorical):
-                most: Any = getattr(part.spec, "nvec", None)
-                most = part.spec.n if most is None else most.to(action.device)
+                is_one = kind is Categorical
+                most = part.spec.n if is_one else part.spec.nvec.to(action.device)
                 is_wrong = (action < 0) | (action >= most) | (action % 1 != 0)
             else:
                 if not part.spec.dtype.is_floating_point and (action % 1 != 0).any():

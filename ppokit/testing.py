@@ -132,7 +132,7 @@ def tensors_of_the_batch_are_not_written_to(case: BlockCase) -> None:
 
 def out_keys_are_written(case: BlockCase) -> None:
     """The result has all ``out_keys``, and is the same in a TensorDictSequential."""
-    block: Any = case.make()
+    block = case.make()
     result = call(block, case.batch(1))
     missing = set(map(as_key, _out_keys(block))) - set(result.keys(True))
     assert not missing, f"out_keys name {missing}, which the result lacks."
@@ -273,7 +273,7 @@ def _assert_same_keys(found: TensorDictBase, expected: TensorDictBase) -> None:
     assert keys == others, f"The entries differ: {sorted(map(str, keys ^ others))}."
 
 
-def _equal(found: Any, expected: Any) -> bool:
+def _equal(found: object, expected: object) -> bool:
     """Return whether two leaves have the same dtype, shape and numbers, NaN being one."""
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         return bool(found == expected)
@@ -297,6 +297,6 @@ def _gradients(block: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
 
 
-def _assert_close(key: NestedKey, found: Tensor, expected: Tensor, **tolerance: Any) -> None:
+def _assert_close(key: NestedKey, found: Tensor, expected: Tensor, **tolerance: object) -> None:
     options = {"check_dtype": False, "equal_nan": True, **tolerance}
     torch.testing.assert_close(found, expected, msg=lambda said: f"{key!r}: {said}", **options)

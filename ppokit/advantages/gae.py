@@ -202,7 +202,7 @@ class GAE(WholeState, TorchRLGAE):
         params: TensorDictBase | None = None,
         target_params: TensorDictBase | None = None,
         time_dim: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Return the value target alone."""
         return self._estimate(tensordict, params, target_params, time_dim)[1]

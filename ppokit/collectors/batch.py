@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class Record:
         self.finals: list[Final] = []
         self.starts: list[int] = []  #: environments in the order in which they began an episode
 
-    def write(self, row: int, env: int, observation: Any, info: Info) -> None:
+    def write(self, row: int, env: int, observation: object, info: Info) -> None:
         """Store an observation of one environment."""
         for leaf, array in zip(self.leaves, self.arrays, strict=True):
             array[row, env] = leaf.read(observation, info, env)
@@ -64,9 +64,9 @@ class Record:
         self,
         time: int,
         env: int,
-        terminated: Any,
-        truncated: Any,
-        observation: Any,
+        terminated: object,
+        truncated: object,
+        observation: object,
         info: Info,
     ) -> None:
         """Store the end of an episode, in an environment that is reset in the same step."""
@@ -77,7 +77,7 @@ class Record:
 
     def raw_observations(self) -> TensorDict:
         """Return the observations before each step ``[n, T]``, without the transform."""
-        raw: Any = {
+        raw = {
             leaf.key: rows[:-1].transpose(0, 1)
             for leaf, rows in zip(self.leaves, self.observed, strict=True)
         }
@@ -208,7 +208,7 @@ def assemble_batch(
     following["reward"] = record.reward.transpose(0, 1).contiguous()
     following["done"] = terminated | truncated
     following |= {"terminated": terminated.clone(), "truncated": truncated.clone()}
-    names: Any = [None, "time"]
+    names = [None, "time"]
     batch = TensorDict(batch_size=[record.num_envs, record.steps], names=names, device=device)
     for key, value in [*root.items(), (TRAJ_KEY, ids)]:
         batch.set(key, value)

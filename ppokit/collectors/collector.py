@@ -163,7 +163,7 @@ class GymCollector(TorchrlInterface):
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: ReplayBuffer | None = None,
         worker_idx: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         yields = replay_buffer is trajs_per_batch is None
         super().__init__(kwargs, policy, device, worker_idx=worker_idx, yields_batches=yields)

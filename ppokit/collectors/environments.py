@@ -135,7 +135,7 @@ class VectorEnvs:
         self._ended[:] = False
         return self._each(*checked("reset", self._env.reset(), 2, None))
 
-    def step(self, actions: Any, record: Record, time: int) -> None:
+    def step(self, actions: object, record: Record, time: int) -> None:
         """Step all with an array of all actions, or a list of each environment's."""
         env, space, row = self._env, self._env.single_action_space, time + 1
         if isinstance(actions, np.ndarray):
@@ -180,7 +180,7 @@ class VectorEnvs:
         """Close all."""
         self._env.close()
 
-    def _each(self, observations: Any, infos: Any) -> Observed:
+    def _each(self, observations: object, infos: object) -> Observed:
         observed = iterate(self._env.observation_space, observations)
         return list(zip(observed, self._infos(infos), strict=True))
 
@@ -198,7 +198,7 @@ _OLD = (
 )
 
 
-def checked(method: str, returned: Any, count: int, env: int | None) -> Any:
+def checked(method: str, returned: object, count: int, env: int | None) -> Any:
     """Return what gymnasium's step or reset returns, or raise a TypeError for anything else."""
     is_tuple = isinstance(returned, tuple | list)
     infos = (Mapping,) if env is not None else (Mapping, list)  # of DictInfoToList
@@ -208,7 +208,7 @@ def checked(method: str, returned: Any, count: int, env: int | None) -> Any:
     raise TypeError(f"{name_of(env)}: {method} returned {kinds}. {_OLD}")
 
 
-def check_flags(value: Any, name: str, shape: Shape, env: int | None) -> Any:
+def check_flags(value: object, name: str, shape: Shape, env: int | None) -> Any:
     """Return a flag, or for a shape an array of them; raise a TypeError for anything else."""
     array = np.asarray(None if isinstance(value, list | tuple) and not shape else value)
     is_right = array.dtype.kind in "biuf" and array.size == math.prod(shape)
@@ -220,7 +220,7 @@ def check_flags(value: Any, name: str, shape: Shape, env: int | None) -> Any:
     return array.astype(np.bool_).reshape(shape) if shape else bool(array.item())
 
 
-def check_reward(reward: Any, shape: Shape, dtype: np.dtype, env: int | None) -> Any:
+def check_reward(reward: object, shape: Shape, dtype: np.dtype, env: int | None) -> Any:
     """Return a reward to store; raise a ValueError where it would be stored as something else."""
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
     array = check_array(reward, accepted, "the reward", env).reshape(shape)

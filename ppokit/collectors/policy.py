@@ -177,7 +177,7 @@ class CollectorPolicy:
 
 def heads_of(policy: Policy) -> list[Any]:
     """Return the modules of a policy that draw from a distribution."""
-    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    modules = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     return [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
 
 
@@ -214,6 +214,6 @@ def _scores(policy: Policy, written: Entries) -> Entries:
     for head in heads_of(policy):
         is_rounded = any(TanhNormal in getattr(x, "__mro__", ()) for x in _kinds(head).values())
         if is_rounded and head.return_log_prob and all(key in batch for key in head.in_keys):
-            found: Any = head.log_prob(batch)
+            found = head.log_prob(batch)
             batch.update({head.log_prob_keys[0]: found} if isinstance(found, Tensor) else found)
     return {key: batch[key] for key in written}

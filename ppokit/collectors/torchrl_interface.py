@@ -81,7 +81,7 @@ class TorchrlInterface(BaseCollector):
             super().update_policy_weights_(*args, **kwargs)
 
     def _maybe_fallback_update(
-        self, policy_or_weights: Any = None, *, model_id: str | None = None
+        self, policy_or_weights: object = None, *, model_id: str | None = None
     ) -> None:
         """Write weights, if any are given; without them the policy is the one that is trained."""
         if model_id not in (None, "policy"):
@@ -90,7 +90,7 @@ class TorchrlInterface(BaseCollector):
             write_weights(self.policy, policy_or_weights)
         self.policy_version += 1
 
-    def _progress(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _progress(self, method: str, *args: object, **kwargs: object) -> Any:
         """Call a method of torchrl's counters for this collector's row; torchrl 0.14 has none."""
         found = getattr(self._collector_progress, method, lambda *_, **__: {})
         return found(self._collector_progress_worker_idx, *args, **kwargs)

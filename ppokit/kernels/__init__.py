@@ -92,9 +92,11 @@ def fused_kernel(x: Tensor) -> Any:
         return None
     if _dispatch_modes() or is_tracing() or in_forward_mode() or in_function_transform():
         return None
-    if _forced != "triton" and getattr(x, "is_cpu", False):
+    if not isinstance(x, Tensor):
+        return None
+    if _forced != "triton" and x.is_cpu:
         return native
-    takes_x = getattr(x, "is_cuda", False) or (_INTERPRETS and getattr(x, "is_cpu", False))
+    takes_x = x.is_cuda or (_INTERPRETS and x.is_cpu)
     return _triton() if takes_x and _forced != "native" else None
 
 

@@ -36,7 +36,7 @@ _FEATURES, _MASK = "_features", "_mask"  # no entries of a batch
 
 
 def actor_critic(
-    env_or_spaces: Any,
+    env_or_spaces: object,
     hidden: Sequence[int] = (64, 64),
     activation: str | Callable[[], nn.Module] = "tanh",
     *,

@@ -55,7 +55,7 @@ def check_arguments(coefficients: State) -> None:
                 check_coefficient(name, number)
 
 
-def check_can_be_set(name: str, value: Any, attributes: State) -> None:
+def check_can_be_set(name: str, value: object, attributes: State) -> None:
     """Raise if a coefficient is set that a loss was built without, or out of range.
 
     Args:

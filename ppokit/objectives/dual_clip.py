@@ -327,7 +327,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     def _advantage(self, minibatch: TensorDictBase) -> Tensor:
         key = self.tensor_keys.advantage
-        advantage: Any = minibatch.get(key, None, as_padded_tensor=True)  # pyright: ignore
+        advantage = minibatch.get(key, None, as_padded_tensor=True)  # pyright: ignore
         is_estimated_here = advantage is None
         if is_estimated_here:
             self._estimate_advantage(minibatch)
@@ -408,7 +408,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
                 return shared.to_module(network)
         return nullcontext()
 
-    def _distribution(self, minibatch: TensorDictBase, parameters: Any = None) -> Any:
+    def _distribution(self, minibatch: TensorDictBase, parameters: object = None) -> Any:
         """Return the distribution of the policy, by formula if it is known.
 
         The networks write to the minibatch. A functional loss may call the actor with
@@ -446,7 +446,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         """
         keys = self.tensor_keys.sample_log_prob
         names = {"log_prob_key": keys, "action_key": self.tensor_keys.action}
-        old: Any = minibatch.select(*keys) if isinstance(keys, list) else minibatch.get(keys)
+        old = minibatch.select(*keys) if isinstance(keys, list) else minibatch.get(keys)
         new, distribution, _ = self._get_cur_log_prob(minibatch)
         proximal, correction = old, None
         if self.delay_actor:
@@ -509,7 +509,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     # -- hooks of torchrl ------------------------------------------------------
 
-    def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
+    def _get_cur_log_prob(self, tensordict: TensorDictBase, params: object = None) -> Any:
         # The delayed actor runs last: a value head must not read its outputs.
         given = tensordict if params is None else tensordict.copy()
         dist = self._distribution(given, params)
@@ -555,7 +555,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             self._heads = tuple(value)
             self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._all_schedulable_buffers:
             check_can_be_set(name, value, vars(self))
         super().__setattr__(name, value)
@@ -592,6 +592,6 @@ def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]
         return torch.where(keep, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
 
     for key in keys:
-        entry: Any = minibatch.get(key)
+        entry = minibatch.get(key)
         filled = fill(entry) if isinstance(entry, Tensor) else entry.contiguous().apply(fill)
         minibatch.set(key, filled)

@@ -82,7 +82,7 @@ class TensorActor(TensorDictModuleBase):
 
     def _call(self, tensordict: TensorDictBase) -> Entries | None:
         """Return what the actor writes, or None: it is called as it is."""
-        observed: Any = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
+        observed = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
         observed = {key: value for key, value in observed.items() if value is not None}
         compiled, is_complete = self._compiled, len(observed) == len(self.in_keys)
         if compiled is not None and compiled.begin(self.actor, None) and is_complete:

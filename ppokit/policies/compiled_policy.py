@@ -103,7 +103,7 @@ class CompiledPolicy:
         if kind not in self._functions:
             function = _function_of(self._policy, self._transform, *kind)
             is_on_cpu = all(value.is_cpu for value in observed.values())
-            options: Any = {"what": "the policy", "on_cpu": is_on_cpu, "budget": self._budget}
+            options = {"what": "the policy", "on_cpu": is_on_cpu, "budget": self._budget}
             options["static"] = not total  # TensorActor has no form without guards
             roots = self._policy, self._transform
             options["modules"] = [x for x in roots if isinstance(x, nn.Module)]
@@ -167,7 +167,7 @@ def _function_of(
     """Return the function to capture."""
 
     def policy_step(*values: Tensor) -> tuple[Entries, Entries, Tensor | None]:
-        entries: Any = dict(zip(keys, values, strict=True))
+        entries = dict(zip(keys, values, strict=True))
         # torchrl's modes are not seen in a graph while it is captured.
         with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
             function = find_tensor_policy(policy, transform, keys)

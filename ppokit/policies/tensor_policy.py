@@ -136,7 +136,7 @@ def _modules_of(policy: Policy) -> list[Any] | str:
     name, actor = type(policy).__name__, cast("ProbabilisticActor", policy)
     if type(policy) not in _SEQUENCES or not isinstance(actor.module, nn.ModuleList):
         return f"{name} is no ProbabilisticActor of a list of modules"
-    head: Any = actor.module[-1]
+    head = actor.module[-1]
     head_name = type(head).__name__
     if type(head) not in _HEADS:
         return f"{head_name} is no ProbabilisticTensorDictModule"
@@ -153,7 +153,7 @@ def _modules_of(policy: Policy) -> list[Any] | str:
 
 def check_written(policy: Policy, written: Entries) -> None:
     """Raise a ValueError where the policy's parameters are not finite, or other entries NaN."""
-    head: Any = policy[-1] if isinstance(policy, ProbabilisticTensorDictSequential) else None
+    head = policy[-1] if isinstance(policy, ProbabilisticTensorDictSequential) else None
     check_numbers(written, [as_key(key) for key in in_keys_of(head)])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -35,18 +34,22 @@ class EpisodeReturns:
         self._open = self._ids = None
 
     def __call__(
-        self, batch: TensorDictBase, names: Any = None, mask_key: NestedKey | None = MASK_KEY
+        self,
+        batch: TensorDictBase,
+        reward_key: NestedKey = "reward",
+        done_key: NestedKey = "done",
+        mask_key: NestedKey | None = MASK_KEY,
     ) -> dict[str, tuple[float, float]]:
         """Return sum and number of the returns and lengths of the episodes that end in the batch.
 
-        ``names`` are the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
-        there is one, and the environment's own end before that of a group of agents.
+        The keys are below ``"next"``. The raw reward is used if there is one, and the environment's
+        own end before a group's.
         """
-        *group, name = key_parts(getattr(names, "reward", "reward"))
+        *group, name = key_parts(reward_key)
         rewards = [("next", *group, f"raw_{name}"), ("next", *group, name), ("next", "reward")]
         if self.raw_key is not None:
             rewards.insert(0, self.raw_key)
-        ends = [("next", "done"), ("next", *key_parts(getattr(names, "done", "done")))]
+        ends = [("next", "done"), ("next", *key_parts(done_key))]
         reward, done = (
             next((x for key in keys if (x := get_if_any(batch, key)) is not None), None)
             for keys in (rewards, ends)

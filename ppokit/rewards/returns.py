@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -82,7 +82,7 @@ class RewardKeys:
         """Return the reward, and where its trajectories end, of the same shape."""
         reward = get_tensor(tensordict, self.reward, fix=_FIX)
         check_float(self.reward, reward)
-        ended: Any = None
+        ended = None
         flags = {key: x for key in self.ends if (x := tensordict.get(key, None)) is not None}
         if self.end not in flags and (self.needs_end or not flags):
             raise missing_entry(tensordict, self.end, _FIX)

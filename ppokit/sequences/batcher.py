@@ -145,7 +145,7 @@ class SequenceBatcher(TensorDictModuleBase):
         for key in cutting.find_states(batch, written=True) if keys is None else keys:
             get_tensor(batch, key, fix=STATE_FIX)
         burn_in, counted, index = cutting.cut(*self._starts(batch), self.seq_len, self.burn_in)
-        names: Any = [None, "time"]
+        names = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
         shape = torch.stack([index.new_full((), size) for size in batch.batch_size])
         positions.set(self.mask_key, counted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -44,7 +43,7 @@ def burned_in_states(
         for key in keys:
             states[key] = sequences.get(key)[:, 0].clone()
         for n, rows in groups:
-            window: Any = sequences.select(*modules.in_keys)[:, :n][rows]
+            window = sequences.select(*modules.in_keys)[:, :n][rows]
             with set_recurrent_mode(True):
                 window = modules(window)
             for key in keys:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict.utils import NestedKey
@@ -15,7 +15,7 @@ from ppokit._state import WholeState, refuse_torch_schedulers
 from ppokit.distributed import resolve_group
 from ppokit.functional import _checks
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, sums_over_ranks, warn_not_finite
-from ppokit.trust_region.trainer import KLHooks
+from ppokit.trust_region.trainer import KLHooks, accumulates_gradients
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,11 +145,11 @@ class AdaptiveLearningRate(WholeState, nn.Module):
                 is ``"minibatch"``.
             RuntimeError: the trainer updates in another process, or ``name`` is taken.
         """
-        stepper: Any = trainer.optimization_stepper
+        stepper = trainer.optimization_stepper
         optimizer = trainer.optimizer or getattr(stepper, "optimizer", None)
         if optimizer not in (None, self.optimizer):
             raise ValueError("The trainer has another optimizer than the AdaptiveLearningRate.")
-        if self.when == "minibatch" and getattr(stepper, "gradient_accumulation_steps", 1) > 1:
+        if self.when == "minibatch" and accumulates_gradients(trainer):
             raise ValueError("With gradients accumulated over minibatches, use when='epoch'.")
         trainer.register_module(name, self)
         hooks = KLHooks(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
@@ -24,7 +24,7 @@ from ppokit.trust_region.mean_kl import (
     mean_over_ranks,
     warn_not_finite,
 )
-from ppokit.trust_region.trainer import KLHooks, drop_rest_of_epoch
+from ppokit.trust_region.trainer import KLHooks, accumulates_gradients, drop_rest_of_epoch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -190,8 +190,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
                 that asks this stopper.
             RuntimeError: the trainer updates in another process, or ``name`` is taken.
         """
-        steps = getattr(trainer.optimization_stepper, "gradient_accumulation_steps", 1)
-        refuse_accumulated_gradients(steps > 1)
+        refuse_accumulated_gradients(accumulates_gradients(trainer))
         if getattr(trainer.optimization_stepper, "stopper", None) is self:
             raise ValueError(
                 "The trainer's training step asks this stopper; register the step only."
@@ -234,7 +233,7 @@ class TrainerHooks(KLHooks):
 
     def register(self, trainer: Trainer) -> None:
         """Register the hooks; :meth:`KLEarlyStopper.register` names the errors."""
-        stepper: Any = trainer.optimization_stepper
+        stepper = trainer.optimization_stepper
         optimizers = {getattr(stepper, "optimizer", None), trainer.optimizer} - {None}
         if not optimizers:
             raise ValueError(

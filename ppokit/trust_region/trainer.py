@@ -93,6 +93,11 @@ class KLHooks:
             self.block.update(torch.stack(kls), weight=torch.stack(frames))
 
 
+def accumulates_gradients(trainer: Trainer) -> bool:
+    """Return whether the trainer's optimizer steps once for several minibatches."""
+    return getattr(trainer.optimization_stepper, "gradient_accumulation_steps", 1) > 1
+
+
 def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:
     """Let the next minibatch be the first of an epoch."""
     # ReplayBuffer.empty() would do this too, but drops the data, which may still be wanted.

@@ -28,7 +28,7 @@ def check_arguments(
     compile: bool | str | Options,
 ) -> None:
     """Raise where an argument is of the wrong kind, out of range, or excludes another."""
-    kinds: Any = {"loss": (loss, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}
+    kinds = {"loss": (loss, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}
     if stopper is not None:
         kinds["stopper"] = stopper, KLEarlyStopper
     for name, (block, kind) in kinds.items():

@@ -153,7 +153,7 @@ def total_loss(
     run_loss: Callable[[], TensorDictBase], settings: Settings, signature: Signature
 ) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
     """Return the sum of the losses, and the row, the KLs and the other outputs of a loss."""
-    context: Any = nullcontext()
+    context = nullcontext()
     if settings.amp_dtype is not None:
         context = torch.autocast(settings.device_type, settings.amp_dtype)
     with context:

@@ -14,7 +14,9 @@ from ppokit._batch import (
     get_tensor,
     in_keys_of,
     key_list,
+    key_named,
     key_parts,
+    network_of,
     out_keys_of,
     valid_mask,
 )
@@ -33,9 +35,9 @@ def keys_of_loss(loss: nn.Module, batch: TensorDictBase) -> list[NestedKey]:
 
     torchrl's losses name more than they need: also what an advantage could be computed from.
     """
-    own, in_keys = getattr(loss, "tensor_keys", None), [*map(as_key, in_keys_of(loss))]
-    advantage = getattr(own, "advantage", "advantage")
-    needed = in_keys if own is None else [advantage]
+    in_keys = [*map(as_key, in_keys_of(loss))]
+    advantage = key_named(loss, "advantage")
+    needed = in_keys if advantage is None else [advantage]
     missing = [key for key in needed if batch.get(key, None) is None]
     if missing:
         there = sorted(map(str, batch.keys(True, True)))
@@ -47,16 +49,15 @@ def keys_of_loss(loss: nn.Module, batch: TensorDictBase) -> list[NestedKey]:
     entries = getattr(loss, "entries", None)
     if entries is not None:
         return entries(batch)
-    names = [key for name in _NAMES for key in key_list(getattr(own, name, name))]
+    names = [key for name in _NAMES for key in key_list(key_named(loss, name, name))]
     keys = dict.fromkeys([*in_keys, *names])
     return [key for key in keys if batch.get(key, None) is not None]
 
 
 def check_policy_keys(loss: nn.Module, batch: TensorDictBase) -> None:
     """Raise a KeyError unless the loss reads every head of the action, and the batch has them."""
-    own, actor = getattr(loss, "tensor_keys", None), getattr(loss, "actor_network", None)
-    actions = key_list(getattr(own, "action", None))
-    modules = actor.modules() if isinstance(actor, nn.Module) else ()
+    actor, actions = network_of(loss, "actor_network"), key_list(key_named(loss, "action"))
+    modules = () if actor is None else actor.modules()
     heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
     drawn = [key_parts(key) for head in heads[-1:] for key in head.dist_sample_keys]
     read = [key_parts(key) for key in actions]
@@ -69,26 +70,25 @@ def check_policy_keys(loss: nn.Module, batch: TensorDictBase) -> None:
         "The actor writes it at collection (return_log_prob=True, with the same "
         "set_composite_lp_aggregate); see loss.set_keys(action=..., sample_log_prob=...)."
     )
-    for key in [*actions, *key_list(getattr(own, "sample_log_prob", None))] if actions else ():
+    for key in [*actions, *key_list(key_named(loss, "sample_log_prob"))] if actions else ():
         get_tensor(batch, key, fix=fix)
 
 
 def check_names_of_observations(loss: nn.Module, blocks: Mapping[str, object]) -> None:
     """Raise a ValueError where a block would overwrite an entry that policy or critic read."""
-    actor, critic = (getattr(loss, x, None) for x in ("actor_network", "critic_network"))
-    value_network = getattr(blocks["advantage"], "value_network", None)
+    actor, critic = (network_of(loss, x) for x in ("actor_network", "critic_network"))
+    value_network = network_of(blocks["advantage"], "value_network")
     # a value head reads what the actor writes
     of_critic = {*map(as_key, in_keys_of(critic))} - {*map(as_key, out_keys_of(actor))}
     read = {*map(as_key, (*in_keys_of(actor), *in_keys_of(value_network)))} | of_critic
-    names = getattr(loss, "tensor_keys", None)
-    read |= {*map(as_key, key_list(getattr(names, "action", None)))}
+    read |= {*map(as_key, key_list(key_named(loss, "action")))}
     for name in ("reward_normalizer", "batcher", "advantage", "scheduler"):
         block = blocks[name]
         written, own = ([*map(as_key, x)] for x in (out_keys_of(block), in_keys_of(block)))
         new = [key for key in written if key[0] == "next" and key not in own]
         written += [as_key(key[1:]) for key in new]  # the next observation of that name
-        if getattr(block, "value_network", None) is not None:  # not among torchrl's out_keys
-            written += key_list(getattr(getattr(block, "tensor_keys", None), "value", None))
+        if network_of(block, "value_network") is not None:  # not among torchrl's out_keys
+            written += key_list(key_named(block, "value"))
         parents = [as_key(key[:n]) for key in map(key_parts, written) for n in range(1, len(key))]
         passed_on = getattr(block, "mask_key", None)
         if taken := [key for key in [*written, *parents] if key in read and key != passed_on]:
@@ -108,7 +108,7 @@ def check_mask_keys(own: NestedKey | None, blocks: Mapping[str, object]) -> None
         block = blocks[name]
         parts = block.modules() if isinstance(block, nn.Module) else ()
         keys = [getattr(part, "mask_key", own) for part in parts]
-        valid = getattr(getattr(block, "tensor_keys", None), "valid", None)  # torchrl 0.15's GAE
+        valid = key_named(block, "valid")  # torchrl 0.15's GAE
         key = next((key for key in [*keys, own if valid is None else valid] if key != own), own)
         if key != own and (own is not None or name == "batcher"):
             raise ValueError(

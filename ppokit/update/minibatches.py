@@ -14,6 +14,7 @@ from ppokit._batch import (
     BURN_IN_KEY,
     check_stored,
     mask_key_of,
+    network_of,
     state_keys,
     stored_keys,
     valid_mask,
@@ -156,5 +157,5 @@ class SequenceMinibatches(ShuffledMinibatches):
         return self.batcher.refresh(minibatch, *networks, lengths=lengths)
 
     def _recurrent_networks(self) -> list[Any]:
-        networks = [getattr(self.loss, x, None) for x in ("actor_network", "critic_network")]
+        networks = [network_of(self.loss, x) for x in ("actor_network", "critic_network")]
         return [x for x in networks if x is not None and state_keys(x)]

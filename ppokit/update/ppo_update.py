@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._batch import (
@@ -18,7 +19,9 @@ from ppokit._batch import (
     check_tensordict,
     check_time_is_last,
     is_recurrent,
+    key_named,
     mask_key_of,
+    network_of,
     state_keys,
 )
 from ppokit._checks import choice, whole
@@ -154,13 +157,15 @@ class PPOUpdate:
         self._warn_of_gammas()
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else int(seed))
-        options: Any = {"shuffle": shuffle, "generator": self.generator}
+        options = {"shuffle": shuffle, "generator": self.generator}
         self.minibatches = (
             FrameMinibatches(step.loss, **options)
             if batcher is None
             else SequenceMinibatches(batcher, step.loss, **options)
         )
-        self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
+        self._episodes = EpisodeReturns(
+            None if reward_normalizer is None else reward_normalizer.raw_key
+        )
         self._finished: float | None = None
         self._names: tuple[str, ...] = ()  # of all means so far
         self._has_warned = False
@@ -186,7 +191,7 @@ class PPOUpdate:
         check_mask_keys(mask_key_of(loss), blocks)
         refuse_accumulated_gradients(self.accumulate_grads and step.stopper is not None)
         for name in ("actor_network", "critic_network"):
-            network = getattr(loss, name, None)
+            network = network_of(loss, name)
             if self.batcher is None and is_recurrent(network) and state_keys(network):
                 raise ValueError(
                     f"The loss's {name} is recurrent, and without a batcher the update shuffles "
@@ -393,9 +398,12 @@ class PPOUpdate:
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
         settings = self._settings()
-        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.loss)]
         mask_key, version = self.step.mask_key, self._version
-        sums = self._episodes(batch, names[0] or names[1], mask_key=mask_key)
+        keys = {
+            f"{name}_key": key_named(self.advantage, name, key_named(self.step.loss, name, name))
+            for name in ("reward", "done")
+        }
+        sums = self._episodes(batch, **keys, mask_key=mask_key)
         if version is not None:
             sums |= policy_lag(version, batch, mask_key)
         elements = self._elements(batch)
@@ -406,7 +414,7 @@ class PPOUpdate:
     @property
     def _version(self) -> Tensor | None:
         """The buffer ``policy_version`` of the loss's actor, or None."""
-        version = getattr(getattr(self.step.loss, "actor_network", None), VERSION_KEY, None)
+        version = getattr(network_of(self.step.loss, "actor_network"), VERSION_KEY, None)
         return version if isinstance(version, Tensor) else None
 
     def _settings(self) -> dict[str, float]:
@@ -440,8 +448,12 @@ class PPOUpdate:
             first: Any = elements[:size]
             minibatch, _ = next(self.minibatches.epoch(first, [len(first)]))
             losses = step.eager_losses(minibatch)
-        step.check_losses(losses, getattr(self.adaptive_kl, "kl_key", None))
+        step.check_losses(losses, self._adaptive_key)
         return losses
+
+    @property
+    def _adaptive_key(self) -> NestedKey | None:
+        return None if self.adaptive_kl is None else self.adaptive_kl.kl_key
 
     def _train(
         self,
@@ -453,8 +465,7 @@ class PPOUpdate:
     ) -> bool:
         """Train on every minibatch once an epoch; return whether the KL stop ended the epochs."""
         step, stopper = self.step, self.step.stopper
-        key = getattr(self.adaptive_kl, "kl_key", None)
-        step.begin(adaptive_key=key, accumulates=self.accumulate_grads)
+        step.begin(adaptive_key=self._adaptive_key, accumulates=self.accumulate_grads)
         if stopper is not None:
             stopper.reset(wait=False)
         for epoch in range(self.epochs):
@@ -530,8 +541,7 @@ class PPOUpdate:
     @property
     def value_network(self) -> nn.Module | None:
         """The value network of the advantage module, which torchrl's estimators do not register."""
-        network = getattr(self.advantage, "value_network", None)
-        return network if isinstance(network, nn.Module) else None
+        return network_of(self.advantage, "value_network")
 
     def _parts(self) -> dict[str, Any]:
         network = self.value_network

@@ -151,7 +151,7 @@ class _Notes:
         self.last: tuple[Any, ...] = ()
 
         @torch.compiler.assume_constant_result
-        def add(*constants: Any) -> int:
+        def add(*constants: object) -> int:
             self.last = constants
             return 0
 
@@ -168,7 +168,7 @@ def _trace(function: Compiled, arguments: Sequence[object], look: Look) -> str |
         is_traced = True
         raise NoGraphError
 
-    options: Any = {"what": "the losses", "on_cpu": True, "static": True, "budget": Budget()}
+    options = {"what": "the losses", "on_cpu": True, "static": True, "budget": Budget()}
     traced = CompiledFunction(function, {"backend": backend}, **options)
     try:
         traced(*arguments, may_capture=True)
@@ -214,7 +214,7 @@ def _operations(
 
 def _results(graph: fx.GraphModule) -> list[Any]:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    results: Any = output.args[0]
+    results = output.args[0]
     return list(results)
 
 
@@ -237,7 +237,7 @@ def _through(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Hashable:
 def _line(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Any:
     """Return an operation in a form that equals that of the same one in another graph."""
 
-    def plain(x: Any) -> Any:
+    def plain(x: object) -> Any:
         if isinstance(x, fx.Node):
             return "node", refs[x]
         if isinstance(x, Mapping):
@@ -255,7 +255,7 @@ def _line(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Any:
 
 def _content(node: fx.Node) -> Iterator[Any]:
     """Yield what a constant is made of: the operations of a graph, or numbers of a tensor."""
-    holder: Any = node.graph.owning_module
+    holder = node.graph.owning_module
     held = getattr(holder, str(node.target))
     if isinstance(held, fx.GraphModule):
         refs: dict[fx.Node, Hashable] = {}

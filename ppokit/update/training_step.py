@@ -460,7 +460,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         # Faster than torch.nn.utils.get_total_norm for the many small parameters of PPO's networks.
         flat = torch.cat(gradients or [torch.zeros(0, device=device)])
         norm = torch.linalg.vector_norm(flat)
-        values: Any = [*numbers, norm.square()]
+        values = [*numbers, norm.square()]
         if self._reads_at_once:
             values, halted, isfinite = torch.stack(values).tolist(), False, math.isfinite
         else:

@@ -21,7 +21,8 @@ BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceB
 
 Entries = dict[NestedKey, Tensor]
 Options = Mapping[str, Any]  #: arguments of torch.compile, by name
-State = Mapping[str, Any]  #: what state_dict() returns
+State = Mapping[str, Any]  #: what load_state_dict() takes
+StateDict = dict[str, Any]  #: what state_dict() returns
 Parts = Mapping[str, Any]  #: objects with a state, and plain data, by name
 Shapes = Mapping[NestedKey, tuple[Sequence[int], torch.dtype]]  #: and dtypes, by entry
 Default = TypeVar("Default", NestedKey, None)

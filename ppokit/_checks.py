@@ -68,7 +68,7 @@ def choice(*allowed: object) -> Any:
     return Checked(lambda x: x in allowed, f"be {', '.join(others)} or {last}")
 
 
-def check_device(device: Any) -> None:
+def check_device(device: torch.device | str | int | None) -> None:
     """Raise a ValueError for a CUDA device that is not there; None is no device."""
     count = torch.cuda.device_count()
     # torch takes a number for a device of the accelerator, and raises if there is none

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from ppokit._batch import Parts, State, as_key
+from ppokit._batch import Parts, State, StateDict, as_key
 from ppokit._checks import Checked
 from ppokit.functional import _checks
 
@@ -70,7 +70,7 @@ class WholeState(_Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: dict[str, Any],
+        state_dict: StateDict,
         prefix: str,
         local_metadata: State,
         strict: bool,
@@ -103,7 +103,7 @@ class WholeState(_Module):
 def check_buffers(block: nn.Module) -> None:
     """Raise a ValueError where a buffer of a block was filled with a number out of range."""
     if isinstance(block, WholeState):
-        buffers: dict[str, Any] = dict(block.named_buffers(recurse=False))
+        buffers = dict(block.named_buffers(recurse=False))
         single = {k: x for k, x in buffers.items() if x.numel() == 1 and not x.is_meta}
         if all(x.is_cpu for x in single.values()):
             values = [x.item() for x in single.values()]
@@ -310,7 +310,7 @@ def refuse_torch_schedulers(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def state_of(module: object) -> dict[str, Any]:
+def state_of(module: object) -> StateDict:
     """Return the state of a module, empty for any other object."""
     return module.state_dict() if isinstance(module, nn.Module) else {}
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ppokit._batch import Parts
+from ppokit._batch import Parts, StateDict
 from ppokit._state import check_names, load_all, state_dict_of, state_of
 from ppokit.collectors.policy import heads_of
 
@@ -79,7 +79,7 @@ def load_checkpoint(
     parts: Parts,
     *,
     map_location: torch.device | str | None = None,
-) -> dict[str, Any]:
+) -> StateDict:
     """Load a file of :func:`save_checkpoint` into the same parts: completely, or not at all.
 
     The file is read with ``weights_only=True``, so it can run no code, and its checksums are
@@ -159,7 +159,7 @@ def load_policy(
     saved = states.pop(_DISTRIBUTIONS, {})
     names = {"policy": "policy_state_dict", "observation_transform": "env_state_dict"}
     modules = {"policy": policy, "observation_transform": observation_transform}
-    found: dict[str, Any] = {}
+    found: StateDict = {}
     for name, in_collector in names.items():
         places = {name: states.get(name)} | {
             part: x[in_collector]
@@ -216,7 +216,7 @@ def _check_distributions(name: str, saved: list[Any] | None, part: object) -> No
         )
 
 
-def _read(path: Path, map_location: torch.device | str | None) -> dict[str, Any]:
+def _read(path: Path, map_location: torch.device | str | None) -> StateDict:
     with path.open("rb") as file:
         try:
             damaged = zipfile.ZipFile(file).testzip()  # torch.load compares no checksum

@@ -22,6 +22,7 @@ from ppokit._batch import (
     IS_INIT,
     VERSION_KEY,
     Options,
+    Parts,
     Policy,
     State,
     as_key,
@@ -322,7 +323,7 @@ class GymCollector(TorchrlInterface):
         self._episodes.take_new_ids(first_id)
         self._episodes.are_over = True
 
-    def _modules(self) -> dict[str, Any]:
+    def _modules(self) -> Parts:
         names = "policy_state_dict", "env_state_dict", "postproc_state_dict"
         modules = self.policy, self.observation_transform, self.postproc
         return dict(zip(names, modules, strict=True))

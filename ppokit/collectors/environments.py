@@ -35,8 +35,8 @@ if torchrl_gym.IMPORT_ERROR is not None:
     torchrl_gym.IMPORT_ERROR.__traceback__ = None
 
 _GYMNASIUM = str(Path(gym.__file__).parent)
-MakeEnv: TypeAlias = str | Callable[[], Any]
-Observed: TypeAlias = list[tuple[Any, Info]]  #: observation and info of each environment
+MakeEnv: TypeAlias = str | Callable[[], object]
+Observed: TypeAlias = list[tuple[object, Info]]  #: observation and info of each environment
 
 
 class SerialEnvs:
@@ -44,7 +44,7 @@ class SerialEnvs:
 
     def __init__(self, wrappers: Sequence[GymWrapper]) -> None:
         self._wrappers = wrappers  # torchrl closes the environment of a wrapper that is collected
-        self._envs: list[Any] = [gym_env(wrapper) for wrapper in wrappers]
+        self._envs = [gym_env(wrapper) for wrapper in wrappers]
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the environments, which resets them."""
@@ -63,7 +63,7 @@ class SerialEnvs:
         """Reset all; return observation and info of each."""
         return [checked("reset", env.reset(), 2, i) for i, env in enumerate(self._envs)]
 
-    def step(self, actions: Sequence[Any], record: Record, time: int) -> None:
+    def step(self, actions: Sequence[object], record: Record, time: int) -> None:
         """Step all, and reset those whose episode is over."""
         rewards, reward_shape, row = record.rewards[time], record.reward_shape, time + 1
         array, leaf = record.single_array, record.leaves[0]
@@ -208,7 +208,7 @@ def checked(method: str, returned: object, count: int, env: int | None) -> Any:
     raise TypeError(f"{name_of(env)}: {method} returned {kinds}. {_OLD}")
 
 
-def check_flags(value: object, name: str, shape: Shape, env: int | None) -> Any:
+def check_flags(value: object, name: str, shape: Shape, env: int | None) -> np.ndarray | bool:
     """Return a flag, or for a shape an array of them; raise a TypeError for anything else."""
     array = np.asarray(None if isinstance(value, list | tuple) and not shape else value)
     is_right = array.dtype.kind in "biuf" and array.size == math.prod(shape)
@@ -220,7 +220,7 @@ def check_flags(value: object, name: str, shape: Shape, env: int | None) -> Any:
     return array.astype(np.bool_).reshape(shape) if shape else bool(array.item())
 
 
-def check_reward(reward: object, shape: Shape, dtype: np.dtype, env: int | None) -> Any:
+def check_reward(reward: object, shape: Shape, dtype: np.dtype, env: int | None) -> np.ndarray:
     """Return a reward to store; raise a ValueError where it would be stored as something else."""
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
     array = check_array(reward, accepted, "the reward", env).reshape(shape)

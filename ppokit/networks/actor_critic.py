@@ -24,7 +24,7 @@ from ppokit.networks.encoders import make_encoder, orthogonal
 from ppokit.networks.heads import Head, make_head
 from ppokit.spaces import MASK, OnlySpaces, check_starts, wrap
 
-_LAYERS: dict[Any, Callable[..., nn.Module]] = {
+_LAYERS: dict[str | Callable[[], nn.Module], Callable[..., nn.Module]] = {
     "tanh": nn.Tanh,
     "relu": nn.ReLU,
     "elu": nn.ELU,
@@ -130,7 +130,7 @@ def actor_critic(
     device = getattr(env_or_spaces, "device", None) if device is None else device
     check_device(device)
     there = [as_key(key) for key in observations.keys(True, True)]
-    mask: Any = None if mask_key is None else as_key(mask_key)
+    mask = None if mask_key is None else as_key(mask_key)
     keys = [x for x in there if x != mask and key_parts(x)[-1] not in _BOOKKEEPING]
     keys = keys if in_keys is None else [as_key(key) for key in in_keys]
     unknown = [x for x in keys if x not in there]
@@ -152,7 +152,7 @@ def actor_critic(
     mask = None if mask_spec is None else mask
     actor = _actor(encoder, keys, heads, mask, shared).to(device)
     if shared:
-        value: Any = orthogonal(nn.Linear(features, 1), 1.0)
+        value = orthogonal(nn.Linear(features, 1), 1.0)
         value_head: Any = ValueOperator(value, in_keys=[_FEATURES]).to(device)
         encode: Any = TensorDictModule(encoder, keys, [_FEATURES])
         return actor, value_head, TensorDictSequential(encode, value_head)
@@ -170,19 +170,24 @@ class _Heads(nn.ModuleList):
 
 
 def _actor(
-    encoder: nn.Sequential, keys: Any, heads: dict[NestedKey, Head], mask: Any, shared: bool
+    encoder: nn.Sequential,
+    keys: list[NestedKey],
+    heads: dict[NestedKey, Head],
+    mask: NestedKey | None,
+    shared: bool,
 ) -> Any:
     """Return the actor of an encoder and heads, by the key of the action of each."""
     (key, head), *others = heads.items()
-    layer, names = head.layer, [*head.parameters]
+    layer = head.layer
+    names: list[NestedKey] = [*head.parameters]
     reads: Any = names
     distribution, options, actions = head.distribution, head.options, [key]
     if others or key_parts(key)[-1] != "action":
         layer, reads, actions = _Heads(x.layer for x in heads.values()), ["params"], None
-        names: Any = [
+        names = [
             ("params", *key_parts(key), name) for key, x in heads.items() for name in x.parameters
         ]
-        distribution: Any = CompositeDistribution
+        distribution = CompositeDistribution
         options = {
             "distribution_map": {key: x.distribution for key, x in heads.items()},
             "extra_kwargs": {key: x.options for key, x in heads.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from tensordict.nn import AddStateIndependentNormalScale
 from torch import Tensor, nn
 from torch import distributions as d
-from torchrl.data import Binary, Categorical, MultiCategorical, OneHot
+from torchrl.data import Binary, Categorical, MultiCategorical, OneHot, TensorSpec
 from torchrl.modules import (
     IndependentNormal,
     MaskedCategorical,
@@ -21,6 +22,7 @@ from torchrl.modules import (
 
 from ppokit.networks.encoders import orthogonal
 
+Device = torch.device | str | None
 _SINGLE = {  # without and with a mask
     Categorical: (d.Categorical, MaskedCategorical),
     OneHot: (OneHotCategorical, MaskedOneHotCategorical),
@@ -33,8 +35,8 @@ class Head(NamedTuple):
 
     layer: nn.Module
     parameters: tuple[str, ...]
-    distribution: Any
-    options: dict[str, Any]
+    distribution: Callable[..., d.Distribution]
+    options: Mapping[str, object]
 
 
 class _Scored(d.Independent):
@@ -82,7 +84,7 @@ class _Choices(nn.Module):
 
 
 def make_head(
-    spec: Any, inputs: int, squash: bool, log_scale: float, mask: Any, device: Any
+    spec: Any, inputs: int, squash: bool, log_scale: float, mask: TensorSpec | None, device: Device
 ) -> Head:
     """Return the head for torchrl's spec of an action.
 
@@ -120,7 +122,7 @@ def make_head(
     return _normal(spec, inputs, squash, log_scale, device)
 
 
-def _normal(spec: Any, inputs: int, squash: bool, log_scale: float, device: Any) -> Head:
+def _normal(spec: Any, inputs: int, squash: bool, log_scale: float, device: Device) -> Head:
     shape, options = tuple(spec.shape), {}
     layers = [_linear(inputs, math.prod(shape))]
     if len(shape) > 1:

@@ -268,7 +268,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         upper = None if upper is None else upper.to(log_ratio.dtype).log()
         objective = terms.clipped_loss(log_ratio, correction, advantage, *bounds, upper)
         losses: dict[str, Any] = {"loss_objective": objective}
-        found: dict[str, Any] = {}
+        found: dict[NestedKey, Tensor | None] = {}
         if self.entropy_bonus:
             entropy = self._get_entropy(dist, adv_shape=advantage.shape[:-1])
             if is_tensor_collection(entropy):

@@ -13,7 +13,16 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import IS_INIT, Entries, Options, Policy, State, in_keys_of, recurrent_states
+from ppokit._batch import (
+    IS_INIT,
+    Entries,
+    Options,
+    Policy,
+    State,
+    StateDict,
+    in_keys_of,
+    recurrent_states,
+)
 from ppokit._compiling import (
     Budget,
     Compiled,
@@ -56,7 +65,7 @@ class CompiledPolicy:
         self._functions: dict[Hashable, tuple[CompiledFunction, Compiled]] = {}
         self._budget = Budget()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Leave out the captured functions: a copy captures its own."""
         return {"compile_policy": self._options}
 

@@ -18,6 +18,7 @@ from ppokit._batch import (
     MASK_KEY,
     TRAJ_KEY,
     State,
+    StateDict,
     as_key,
     check_tensordict,
     check_writable,
@@ -195,7 +196,7 @@ class RewardNormalizer(WholeState, Transform):
             )
         if keys.raw in reward_spec.keys(True, True):
             raise _normalized_already(keys.raw)
-        like: dict[str, Any] = {"shape": raw.shape, "dtype": raw.dtype, "device": raw.device}
+        like = {"shape": raw.shape, "dtype": raw.dtype, "device": raw.device}
         reward_spec[keys.raw] = raw.clone()
         scaled = Unbounded(**like) if clip is None else Bounded(-clip, clip, **like)
         reward_spec[keys.reward] = scaled
@@ -410,7 +411,7 @@ class RewardNormalizer(WholeState, Transform):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         return apply_without_cast(self, super()._apply, fn, recurse, moves=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # A copy is in no collector yet, and does not need a batch's rewards.
         return {**super().__getstate__(), "_written": deque(maxlen=MOST_WRITTEN)}
 

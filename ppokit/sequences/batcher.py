@@ -33,6 +33,7 @@ from ppokit.sequences import cutting
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import INDEX_KEY, SHAPE_KEY, Lengths, lengths_of
 
+BUCKETS = 8  # minibatches in a pool, by default
 _FIX = "Pass the result of the batcher, with the entries that it wrote."
 
 
@@ -197,7 +198,7 @@ class SequenceBatcher(TensorDictModuleBase):
         n: int,
         *,
         batch: TensorDictBase | None = None,
-        buckets: int = 8,
+        buckets: int = BUCKETS,
         shuffle: bool = True,
         generator: torch.Generator | None = None,
     ) -> Iterator[TensorDictBase]:
@@ -233,7 +234,7 @@ class SequenceBatcher(TensorDictModuleBase):
         n: int,
         *,
         batch: TensorDictBase | None = None,
-        buckets: int = 8,
+        buckets: int = BUCKETS,
         shuffle: bool = True,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[TensorDictBase, Lengths]]:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from ppokit._batch import Options, State
+from ppokit._batch import Options, State, StateDict
 from ppokit._calls import hooks_in
 from ppokit._compiling import (
     REST,
@@ -80,7 +80,7 @@ class CompiledStep:
         self._warned: set[str] = set()
         self._forget()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Leave out the graphs: a copy captures its own."""
         return {"options": self.options, "replays": self.replays}
 

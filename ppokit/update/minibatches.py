@@ -21,7 +21,7 @@ from ppokit._batch import (
 )
 from ppokit._checks import choice
 from ppokit._state import check_names
-from ppokit.sequences import SequenceBatcher
+from ppokit.sequences.batcher import BUCKETS, SequenceBatcher
 from ppokit.sequences.cutting import Lengths
 from ppokit.update.keys import count_frames
 
@@ -111,7 +111,7 @@ class SequenceMinibatches(ShuffledMinibatches):
         super().__init__(loss, shuffle=shuffle, generator=generator)
         self.batcher = batcher
         alike = not getattr(loss, "normalize_advantage", False)
-        self._options: dict[str, Any] = {} if alike else {"buckets": 1}
+        self._buckets = BUCKETS if alike else 1
 
     def outline(self, batch: TensorDictBase) -> tuple[int, int]:
         """Return how many sequences a batch has, and the steps of the longest that may be."""
@@ -133,7 +133,11 @@ class SequenceMinibatches(ShuffledMinibatches):
     ) -> Iterator[tuple[TensorDictBase, float]]:
         """Yield as many minibatches as there are sizes, and how many valid frames are in each."""
         minibatches = self.batcher.minibatches_with_lengths(
-            elements, len(sizes), shuffle=self.shuffle, generator=self.generator, **self._options
+            elements,
+            len(sizes),
+            buckets=self._buckets,
+            shuffle=self.shuffle,
+            generator=self.generator,
         )
         cells = valid = 0.0
         for minibatch, lengths in minibatches:

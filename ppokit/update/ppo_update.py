@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from ppokit._batch import (
     VERSION_KEY,
+    Parts,
     State,
+    StateDict,
     check_tensordict,
     check_time_is_last,
     is_recurrent,
@@ -543,7 +545,7 @@ class PPOUpdate:
         """The value network of the advantage module, which torchrl's estimators do not register."""
         return network_of(self.advantage, "value_network")
 
-    def _parts(self) -> dict[str, Any]:
+    def _parts(self) -> Parts:
         network = self.value_network
         is_separate = network is not None and not _memory_of(network) <= _memory_of(self.step.loss)
         parts = {
@@ -560,7 +562,7 @@ class PPOUpdate:
         }
         return {name: part for name, part in parts.items() if part is not None}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of every block, the networks' and the optimizer's included."""
         return {name: state_dict_of(part) for name, part in self._parts().items()}
 

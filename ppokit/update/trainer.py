@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.trainers import OptimizationStepper, Trainer
 
-from ppokit._batch import State, mask_key_of, valid_mask
+from ppokit._batch import Parts, State, StateDict, mask_key_of, valid_mask
 from ppokit._state import check_names, load_all, state_dict_of
 from ppokit.trust_region import AdaptiveLearningRate, KLEarlyStopper
 from ppokit.trust_region.early_stop import TrainerHooks
@@ -39,7 +38,7 @@ class TrainingStepper(OptimizationStepper):
         make_step: Callable[[TensorDictBase], tuple[TensorDictBase, Tensor | bool]],
         settle: Callable[[], None],
         reset: Callable[[], None],
-        parts: Callable[[], dict[str, Any]],
+        parts: Callable[[], Parts],
     ) -> None:
         self._loss, self._optimizer, self.stopper = loss, optimizer, stopper
         self._make_step, self._settle, self._reset = make_step, settle, reset
@@ -95,7 +94,7 @@ class TrainingStepper(OptimizationStepper):
         if self._hooks is not None:
             self._hooks.update()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of optimizer, scaler and stopper; the trainer saves the loss."""
         return {name: state_dict_of(part) for name, part in self._parts().items()}
 

@@ -17,7 +17,9 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ppokit._batch import (
     Options,
+    Parts,
     State,
+    StateDict,
     as_key,
     check_tensordict,
     mask_key_of,
@@ -249,7 +251,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         )
         stepper.register(trainer, name)
 
-    def _parts_of_trainer(self) -> dict[str, Any]:
+    def _parts_of_trainer(self) -> Parts:
         return self.parts if self.stopper is None else {**self.parts, "stopper": self.stopper}
 
     def extra_repr(self) -> str:
@@ -265,7 +267,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         kinds = f"{type(self.loss).__name__}, {type(self.optimizer).__name__}"
         return f"{type(self).__name__}({kinds}, {self.extra_repr()})"
 
-    def get_extra_state(self) -> dict[str, Any]:
+    def get_extra_state(self) -> StateDict:
         """Return the state of the optimizer, and of the float16 scaler."""
         return {name: state_dict_of(part) for name, part in self.parts.items()}
 
@@ -278,7 +280,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     # -- a batch of PPOUpdate ----------------------------------------------------------
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Parts:
         """The parts with a state that are no modules: optimizer, and scaler with float16."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler}
         return {"optimizer": self.optimizer, **scaler}

@@ -1,4 +1,4 @@
-"""The site builds without a warning, and no link within it is dead."""
+"""The pages have the parts that they promise; the site builds, and no link within it is dead."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if "tutorials" not in page.relative_to(ROOT).parts]
+BLOCKS = [page for page in (ROOT / "docs" / "blocks").glob("*.md") if page.stem != "index"]
 NEEDED = ("myst_parser", "pydata_sphinx_theme", "sphinx", "sphinx_copybutton", "sphinx_gallery")
 
 
@@ -53,10 +56,32 @@ def dead_links(site: Path) -> Iterator[str]:
                 yield f"{page.relative_to(site.resolve())}: {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_on_pages_has_at_most_80_columns(page: Path):
+    code = re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in code for line in block.splitlines()]
+    too_long = [line for line in lines if len(line) > 80 and not line.startswith("python3 -m venv")]
+    assert too_long == []
+
+
+@pytest.mark.parametrize("page", BLOCKS, ids=lambda path: path.stem)
+def test_a_block_page_has_all_its_parts(page: Path):
+    text = page.read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[:2] == ["Problem", "Before and after"]
+    assert [name for name in headings if name in ("Figure", "Pitfalls", "Cost")] == [
+        "Figure",
+        "Pitfalls",
+        "Cost",
+    ]
+    assert any(name.startswith("Options") for name in headings)
+    assert "```diff\n" in text
+    assert re.search(r"^!\[.+\]\(.+\.png\)$", text, re.MULTILINE)
+
+
 def test_files_that_a_page_names_exist():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = re.compile(r"`((?:tests|ppokit|tutorials|docs)/[\w/.-]+\.\w+)`")
-    found = [(page, name) for page in pages for name in named.findall(page.read_text())]
+    found = [(page, name) for page in PAGES for name in named.findall(page.read_text())]
     assert len(found) > 10
     assert [(page, name) for page, name in found if not (ROOT / name).exists()] == []
 

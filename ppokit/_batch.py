@@ -20,7 +20,7 @@ IS_INIT = "is_init"  #: whether an episode starts
 BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
 
 Entries = dict[NestedKey, Tensor]
-Options = Mapping[str, Any]  #: arguments of torch.compile, by name
+Options = Mapping[str, object]  #: arguments of torch.compile, by name
 State = Mapping[str, Any]  #: what load_state_dict() takes
 StateDict = dict[str, Any]  #: what state_dict() returns
 Parts = Mapping[str, Any]  #: objects with a state, and plain data, by name

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ def raise_for_ranks(error: Exception | None, failed: Tensor) -> None:
         )
 
 
-def gather_over_ranks(values: Sequence[Any], group: ProcessGroup | None = None) -> Tensor:
+def gather_over_ranks(values: Sequence[object], group: ProcessGroup | None = None) -> Tensor:
     """Return the numbers (or lists of them) of each rank, ``[ranks, ...]`` in float64, on all."""
     own, ranks = torch.tensor(values, dtype=torch.float64), resolve_group(group)
     if ranks is None:

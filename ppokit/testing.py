@@ -79,7 +79,7 @@ def check_block(case: BlockCase) -> None:
         check(case)
 
 
-def call(block: Callable[[Any], Any], batch: TensorDictBase) -> TensorDictBase:
+def call(block: Callable[[object], Any], batch: TensorDictBase) -> TensorDictBase:
     """Return the result of a block, with the same random numbers each time."""
     torch.manual_seed(0)
     result = block(batch)

@@ -38,7 +38,7 @@ class TorchrlInterface(BaseCollector):
 
     init_random_frames = 0
     policy_version = 0  #: how often the weights were updated
-    _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
+    _collector_progress: object = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx = 0
 
     def __init__(

@@ -31,7 +31,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 #: how the C kernel reads tensors: https://dmlc.github.io/dlpack/latest/python_spec.html
-EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+EXCHANGE: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 try:
     native: Any = EXCHANGE and import_module("ppokit.kernels.native")
 except ImportError:  # no compiler when ppokit was installed

@@ -27,7 +27,7 @@ _FIX = (
     "DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss build the KLEarlyStopper or "
     "AdaptiveLearningRate with kl_key='kl_approx', or pass the KL itself."
 )
-AnyKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
+AnyKL: TypeAlias = TensorDictBase | Mapping[object, Any] | Tensor | float
 
 
 def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Any:

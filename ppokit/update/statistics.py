@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -60,7 +59,7 @@ class MinibatchStatistics:
         self._mask_key = mask_key
         self._minibatches: list[_Minibatch] = []
         self._outcomes: list[Outcome] = []
-        self._keys: Any = None
+        self._keys: object = None
         self._names: tuple[str, ...] = ()
         self._first_of_epoch = 0
         self.epochs = 0

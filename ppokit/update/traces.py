@@ -37,7 +37,7 @@ class TracedLosses(NamedTuple):
     """The losses of a minibatch as autograd differentiates them."""
 
     trained: frozenset[str]  #: first names of the parameters that have a gradient
-    lines: list[Any]  #: operations, in order
+    lines: list[object]  #: operations, in order
     total: Hashable  #: the sum of the losses: the number of a line, or an input
     results: set[Hashable]  #: others, likewise
     keys: list[Hashable]  #: of the losses
@@ -70,7 +70,7 @@ def trace_losses(
     names, notes = {p: names[0] for names, p in parameters}, _Notes()
     holder, trained, found = _MarkedHolder(loss), set[Tensor](), list[Any]()
 
-    def losses(minibatch: TensorDictBase) -> Any:
+    def losses(minibatch: TensorDictBase) -> object:
         batch, signature = minibatch.copy(), Signature([], [], [], [])
         total, results = total_loss(lambda: holder(batch), settings, signature)
         keys, others = list(minibatch.keys(True, True)), list(batch.keys(True, True))
@@ -118,7 +118,9 @@ def difference(
     pairs = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
     places = {x: names[0] for x, names in pairs}
 
-    def differentiate(minibatch: TensorDictBase, values: list[Tensor], fixed: list[Tensor]) -> Any:
+    def differentiate(
+        minibatch: TensorDictBase, values: list[Tensor], fixed: list[Tensor]
+    ) -> object:
         signature = Signature([], [], [], [])
         function = differentiated(holder, signature, structure, fixed, minibatch, 1.0)
         gradients, (total, results) = function(values)
@@ -162,7 +164,7 @@ def _trace(function: Compiled, arguments: Sequence[object], look: Look) -> str |
     """Look at the graph of a function and its inputs; return why there is none, or None."""
     looks, is_traced = [look], False
 
-    def backend(graph: fx.GraphModule, inputs: Sequence[object]) -> Any:
+    def backend(graph: fx.GraphModule, inputs: Sequence[object]) -> object:
         nonlocal is_traced
         looks.pop()(graph, inputs)  # torch keeps each backend
         is_traced = True
@@ -234,10 +236,10 @@ def _through(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Hashable:
     return refs[inputs[0]] if len(inputs) == 1 else repr(_line(node, refs))
 
 
-def _line(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Any:
+def _line(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> object:
     """Return an operation in a form that equals that of the same one in another graph."""
 
-    def plain(x: object) -> Any:
+    def plain(x: object) -> object:
         if isinstance(x, fx.Node):
             return "node", refs[x]
         if isinstance(x, Mapping):
@@ -253,7 +255,7 @@ def _line(node: fx.Node, refs: Mapping[fx.Node, Hashable]) -> Any:
     return node.op, node.target, plain(node.args), plain(node.kwargs)
 
 
-def _content(node: fx.Node) -> Iterator[Any]:
+def _content(node: fx.Node) -> Iterator[object]:
     """Yield what a constant is made of: the operations of a graph, or numbers of a tensor."""
     holder = node.graph.owning_module
     held = getattr(holder, str(node.target))

@@ -177,7 +177,7 @@ class CompiledFunction:
         return self._call(self._guarded, arguments, may_capture=is_allowed)
 
     def form(
-        self, number: int, layout: Hashable, arguments: Sequence[Any], *, after: int
+        self, number: int, layout: Hashable, arguments: Sequence[object], *, after: int
     ) -> tuple[Compiled | None, Any]:
         """Return the form without guards of a graph for arguments of a layout, or None.
 
@@ -218,7 +218,7 @@ class CompiledFunction:
                 self._requests[key] = 0  # it is captured again later
 
     def _call(
-        self, compiled: Compiled, arguments: Sequence[Any], *, may_capture: bool
+        self, compiled: Compiled, arguments: Sequence[object], *, may_capture: bool
     ) -> tuple[int, Any]:
         self._may_capture, self._arguments = may_capture, arguments
         self._is_tracing = self._is_traced = self._is_refused = False

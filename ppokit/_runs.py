@@ -60,7 +60,7 @@ def read_run(run: Run) -> list[dict[str, float]]:
     return rows
 
 
-def _numbers(row: Mapping[Any, Any]) -> dict[str, float]:
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in row.items():
         if not isinstance(value, str):

@@ -221,7 +221,7 @@ _OPTIONS["etas"] = _OPTIONS["step_sizes"] = Checked(lambda x: 0 < x < math.inf, 
 
 
 def check_groups(
-    groups: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer, *, waits: bool = False
+    groups: Iterable[Mapping[str, object]], optimizer: torch.optim.Optimizer, *, waits: bool = False
 ) -> None:
     """Raise a ValueError where a parameter group holds a number that its optimizer rejects.
 

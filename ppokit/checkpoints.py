@@ -185,13 +185,13 @@ def load_policy(
 _DISTRIBUTIONS = "__policy_distributions__"  # of each part, beside the states
 
 
-def _distributions(part: Any) -> list[Any]:
+def _distributions(part: Any) -> list[object]:
     """Return class and arguments of the distributions of a policy, a collector or an update."""
     module = getattr(getattr(part, "step", None), "loss", getattr(part, "policy", part))
     return [_plain([x.distribution_class, x.distribution_kwargs]) for x in heads_of(module)]
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: Any) -> object:
     """Return text and float32 numbers, in lists and dictionaries; of other objects the name."""
     if isinstance(x, partial):
         return _plain([x.func, *x.args, x.keywords])
@@ -206,7 +206,7 @@ def _plain(x: Any) -> Any:
     return x if isinstance(x, str | None) else getattr(x, "__name__", type(x).__name__)
 
 
-def _check_distributions(name: str, saved: list[Any] | None, part: object) -> None:
+def _check_distributions(name: str, saved: list[object] | None, part: object) -> None:
     """Raise a ValueError where the policy of a part draws from another distribution."""
     own = _distributions(part)
     if saved and own and [*map(_plain, saved)] != own:

@@ -280,7 +280,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 class _Location(NamedTuple):
     """An attribute, or an entry of a mapping, that holds a number."""
 
-    owner: Any  #: the target that it belongs to
+    owner: object  #: the target that it belongs to
     container: Any
     key: Any
     name_in_state: str  #: its name in the owner's ``state_dict``
@@ -294,7 +294,7 @@ class _Location(NamedTuple):
         current = self._current()
         return current.detach().clone() if isinstance(current, Tensor) else current
 
-    def write(self, value: Any) -> None:
+    def write(self, value: float) -> None:
         """Write the number, into the tensor if there is one."""
         if isinstance(current := self._current(), Tensor):
             with torch.no_grad():

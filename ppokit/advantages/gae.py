@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -455,7 +455,7 @@ class GAE(WholeState, TorchRLGAE):
         standardized = torch.zeros_like(advantage).masked_scatter(is_valid, valid)
         return torch.where(is_valid.sum() == 1, advantage, standardized)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> GAE:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GAE:
         return apply_without_cast(self, super()._apply, fn, recurse)
 
 

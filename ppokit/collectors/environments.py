@@ -302,7 +302,7 @@ def _check_count(num_envs: int, count: int) -> None:
         )
 
 
-def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> Any:
+def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> object:
     if not isinstance(make_env, str):
         return make_env()
     with suppress(IndexError, KeyError, RuntimeError, TypeError, ValueError):  # of an encoding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -279,5 +279,5 @@ class Standardize(nn.Module):
         if name == "epsilon" and "rate" in self._buffers and self.count.any():
             self._update_rate()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Standardize:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Standardize:
         return apply_without_cast(self, super()._apply, fn, recurse)

@@ -110,7 +110,7 @@ class CollectorPolicy:
             path = "in a graph" if reason is None else f"{path} ({reason})"
         return path
 
-    def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
+    def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[object]:
         """Return the action of each environment."""
         try:
             found = None if self._function is None else self._function(observed)

@@ -100,7 +100,9 @@ class TorchrlInterface(BaseCollector):
         return True
 
 
-def _device_of(arguments: dict[str, Any], device: Any) -> torch.device | None:
+def _device_of(
+    arguments: dict[str, Any], device: torch.device | str | int | None
+) -> torch.device | None:
     """Return the device; raise if another argument asks for what GymCollector lacks."""
     names = ("storing_device", "policy_device", "env_device")
     devices = {name: arguments.pop(name, None) for name in names} | {"device": device}

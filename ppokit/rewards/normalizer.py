@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -408,7 +409,7 @@ class RewardNormalizer(WholeState, Transform):
             like = state.get(name, buffer) if name in _RESIZED else buffer
             setattr(self, name, buffer.new_empty(like.shape))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return apply_without_cast(self, super()._apply, fn, recurse, moves=False)
 
     def __getstate__(self) -> StateDict:

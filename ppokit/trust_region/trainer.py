@@ -9,7 +9,7 @@ batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -49,7 +49,7 @@ class KLHooks:
         for stage in ("post_steps", "setup"):  # also of a run that was interrupted in a batch
             trainer.register_op(stage, self._kls.clear)
         if listeners is None:
-            loss: Any = trainer.loss_module
+            loss = cast("nn.Module", trainer.loss_module)
             loss.register_forward_hook(self.after_loss)
         else:
             listeners.append(self)
@@ -58,7 +58,9 @@ class KLHooks:
         """Expect losses: outside of the update they are evaluated too, and no step follows."""
         self._expects_losses = True
 
-    def after_loss(self, module: nn.Module, args: tuple[Any, ...], losses: TensorDictBase) -> None:
+    def after_loss(
+        self, module: nn.Module, args: tuple[TensorDictBase, ...], losses: TensorDictBase
+    ) -> None:
         """Add the KL of a minibatch."""
         # Another hook may have ended the epoch after this object's: then an evaluation may follow.
         if self._expects_losses and torch.is_grad_enabled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class ReplayedStep:
         self._outputs: Any = None
         self.is_current = False  #: False: capture it before the next call
 
-    def capture(self, form: Any, tensors: tuple[Any, ...]) -> None:
+    def capture(self, form: Callable[..., Any], tensors: tuple[Tensor, ...]) -> None:
         """Record the kernels; ``tensors`` are parameters and state, changed where they are.
 
         A second capture takes about as long as a step, and uses the memory of the first.

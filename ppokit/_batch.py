@@ -265,6 +265,11 @@ def network_of(module: object, name: str) -> nn.Module | None:
     return network if isinstance(network, nn.Module) else None
 
 
+def is_functional(loss: nn.Module) -> bool:
+    """Return whether a torchrl loss keeps the parameters of its networks apart from them."""
+    return getattr(loss, "functional", False)
+
+
 def is_recurrent(network: nn.Module | None) -> bool:
     """Return whether the network reads episode starts, so that it has a state to reset."""
     return any(is_init(key) for key in in_keys_of(network))

@@ -52,7 +52,7 @@ def parts(module: nn.Module) -> list[Any]:
 
 def leaves(network: object) -> Iterator[Any]:
     """Yield the modules that a sequence of modules calls in turn."""
-    own = getattr(network, "__dict__", {})
+    own = network.__dict__ if isinstance(network, nn.Module) else {}
     network = own.get("_modules", {}).get("_orig_mod", network)  # of torch.compile
     if not isinstance(network, TensorDictSequential) or "update" in {*dir(type(network)), *own}:
         yield network

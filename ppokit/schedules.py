@@ -14,9 +14,9 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import Tensor
 
-from ppokit._batch import MASK_KEY, as_key, check_writable, valid_mask
+from ppokit._batch import MASK_KEY, as_key, check_writable, network_of, valid_mask
 from ppokit._checks import Checked
 from ppokit._state import WholeState, refuse_torch_schedulers
 
@@ -189,7 +189,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         self.out_keys: list[NestedKey] = [as_key(("schedule", name)) for name in schedules]
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
         for name, location in self._locations():
-            for _, value in getattr(self._schedules[name], "points", ()):
+            schedule = self._schedules[name]
+            for _, value in schedule.points if isinstance(schedule, _Schedule) else ():
                 location.check(name, value)
         self._write(0)
 
@@ -312,7 +313,7 @@ class _Location(NamedTuple):
                 "finite number there, and a learning rate is 0 or more."
             )
         # also of a module whose attributes the owner passes on
-        kinds = type(self.owner), type(getattr(self.owner, "module", None))
+        kinds = type(self.owner), type(network_of(self.owner, "module"))
         declared = [getattr(x, self.key, None) for x in kinds if type(self.key) is str]
         checks = [x for x in declared if isinstance(x, Checked)]
         if checks:
@@ -362,6 +363,6 @@ def _find(name: Name, target: Any) -> list[_Location]:
         )
     if not isinstance(value, Tensor | Real):
         raise TypeError(f"{kind}.{name} is {value!r}; a schedule can only drive a number.")
-    while name not in dir(target) and isinstance(getattr(target, "module", None), nn.Module):
-        target = target.module  # whose attributes a TensorDictModule passes on
+    while name not in dir(target) and (inner := network_of(target, "module")) is not None:
+        target = inner  # whose attributes a TensorDictModule passes on
     return [_Location(target, target, name, name)]

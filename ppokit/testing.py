@@ -28,7 +28,7 @@ from tensordict.nn import TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._batch import MASK_KEY, as_key
+from ppokit._batch import MASK_KEY, as_key, out_keys_of
 
 __all__ = ["CHECKS", "BlockCase", "assert_equal", "call", "check_block"]
 
@@ -263,9 +263,9 @@ CHECKS: tuple[Callable[[BlockCase], None], ...] = (
 
 
 def _out_keys(block: object) -> list[NestedKey]:
-    keys = getattr(block, "out_keys", None)
-    assert keys is not None, f"{type(block).__name__} has no out_keys: the entries that it writes."
-    return list(keys)
+    name = type(block).__name__
+    assert hasattr(block, "out_keys"), f"{name} has no out_keys: the entries that it writes."
+    return [*out_keys_of(block)]
 
 
 def _assert_same_keys(found: TensorDictBase, expected: TensorDictBase) -> None:

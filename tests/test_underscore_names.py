@@ -95,6 +95,7 @@ NAMES: dict[str, tuple[str, str]] = {
 NAMESPACES = {
     "_calls.py: vars(nn.Module())": "the dictionaries of hooks have no public list",
     "_calls.py: module.__dict__": "whether a module has hooks, or a forward of its own",
+    "_calls.py: network.__dict__": "what torch.compile wraps, and methods of an instance",
     "_calls.py: part.__dict__": "whether an instance replaces a method of its class",
     "_compiling.py: numbered.__code__.replace": "Dynamo limits the graphs of one code object",
     "_compiling.py: numbered.__globals__": "likewise: a copy of the function",

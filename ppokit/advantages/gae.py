@@ -28,6 +28,7 @@ from ppokit._batch import (
     get_tensor,
     is_init,
     is_recurrent,
+    key_named,
     last_valid_steps,
     per_frame,
     state_keys,
@@ -121,6 +122,7 @@ class GAE(WholeState, TorchRLGAE):
     gamma: Tensor
     lmbda: Tensor
     shifted = choice(None, True, False)
+    use_critic = True
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class GAE(WholeState, TorchRLGAE):
         """Raise a ValueError if gamma or lambda is not in [0, 1], or lambda is to be 1."""
         for name in state.keys() & {"gamma", "lmbda"}:
             check_range(name, state[name], 0, 1, consequence=_DISCOUNT)
-        if not getattr(self, "use_critic", True) and state.get("lmbda", 1) != 1:
+        if not self.use_critic and state.get("lmbda", 1) != 1:
             raise ValueError(f"With use_critic=False lmbda must be 1, got {state['lmbda']}.")
 
     @takes_tensordict
@@ -434,7 +436,7 @@ class GAE(WholeState, TorchRLGAE):
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
         """Return which frames are valid by both masks; None means all."""
         mask = valid_mask(tensordict, self.mask_key)
-        key = getattr(self.tensor_keys, "valid", None)  # torchrl 0.14 has no such key
+        key = key_named(self, "valid")  # torchrl 0.14 has no such key
         if key is None:
             return mask
         get_tensor(tensordict, key, fix="It was named by gae.set_keys(valid=...).")

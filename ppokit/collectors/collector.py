@@ -37,7 +37,7 @@ from ppokit._state import check_names, load_all, state_of
 from ppokit.collectors.batch import FLAGS, EpisodeCounts
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.normalization import updated_parts
+from ppokit.collectors.normalization import is_frozen, updated_parts
 from ppokit.collectors.policy import draws_indices
 from ppokit.collectors.torchrl_interface import TorchrlInterface
 from ppokit.policies.compiled_policy import CompiledPolicy
@@ -376,7 +376,7 @@ def _check_options(
     if has_buffer and has_whole_episodes:
         raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
     parts = updated_parts(transform_of_worker)
-    if moving := [x for x in parts if not getattr(x, "frozen", False)]:
+    if moving := [x for x in parts if not is_frozen(x)]:
         raise ValueError(
             f"Each worker would have its own copy of the {type(moving[0]).__name__}. Put it into "
             "policy and critic, whose weights carry it: TensorDictSequential("

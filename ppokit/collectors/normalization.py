@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,6 +191,11 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         return torch.stack([count, mean, (valid - mean).square().sum(0)])
 
 
+def is_frozen(part: object) -> bool:
+    """Return whether a part of a transform counts no more observations."""
+    return getattr(part, "frozen", False)
+
+
 def updated_parts(transform: TensorDictModuleBase | None) -> list[Any]:
     """Return the parts of a transform whose ``update`` takes the raw observations of a batch.
 
@@ -204,9 +210,10 @@ def updated_parts(transform: TensorDictModuleBase | None) -> list[Any]:
         update = getattr(part, "update", None)  # also of a TensorDictModule's network
         is_module = update is None or isinstance(update, nn.Module)  # of that name
         of_containers = nn.ModuleDict.update, nn.ParameterDict.update
-        if not is_module and getattr(update, "__func__", None) not in of_containers:
+        is_own = not (isinstance(update, MethodType) and update.__func__ in of_containers)
+        if not is_module and is_own:
             behind = written & {*map(as_key, in_keys_of(part))}
-            if behind and not getattr(part, "frozen", False):
+            if behind and not is_frozen(part):
                 raise ValueError(
                     f"A {type(part).__name__} reads {sorted(map(str, behind))}, which a module "
                     "before it writes, and would count raw observations. Put it first."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -203,16 +204,18 @@ def draws_indices(policy: Policy) -> bool:
 def _kinds(head: Any) -> dict[NestedKey, Any]:
     """Return the class of the distribution of each sample of a head."""
     kind = head.distribution_class
-    options = {**getattr(kind, "keywords", {}), **head.distribution_kwargs}  # of a partial
+    keywords = kind.keywords if isinstance(kind, partial) else {}
+    options = {**keywords, **head.distribution_kwargs}
     kinds = options.get("distribution_map", {head.dist_sample_keys[0]: kind})
-    return {key: getattr(kind, "func", kind) for key, kind in kinds.items()}
+    return {key: x.func if isinstance(x, partial) else x for key, x in kinds.items()}
 
 
 def _scores(policy: Policy, written: Entries) -> Entries:
     """Return the entries, a tanh-normal's log-probabilities for the actions as they are stored."""
     batch = TensorDict(cast("Any", written), next(iter(written.values())).shape[:2])
     for head in heads_of(policy):
-        is_rounded = any(TanhNormal in getattr(x, "__mro__", ()) for x in _kinds(head).values())
+        kinds = _kinds(head).values()
+        is_rounded = any(isinstance(x, type) and issubclass(x, TanhNormal) for x in kinds)
         if is_rounded and head.return_log_prob and all(key in batch for key in head.in_keys):
             found = head.log_prob(batch)
             batch.update({head.log_prob_keys[0]: found} if isinstance(found, Tensor) else found)

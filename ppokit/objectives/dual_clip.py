@@ -213,7 +213,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             written = self.actor_network.out_keys
             keys += [key for key in self.critic_network.in_keys if key not in written]
         if self.kl_coeff is not None:
-            keys += getattr(self.actor_network, "dist_params_keys", [])
+            actor = self.actor_network
+            is_one = isinstance(actor, ProbabilisticTensorDictSequential)
+            keys += actor.dist_params_keys if is_one else []
         keys = dict.fromkeys(map(as_key, [*keys, *self._loss_mask_keys()]))
         return [key for key in keys if get_if_any(tensordict, key) is not None]
 

@@ -15,7 +15,7 @@ from ppokit._state import WholeState, refuse_torch_schedulers
 from ppokit.distributed import resolve_group
 from ppokit.functional import _checks
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, sums_over_ranks, warn_not_finite
-from ppokit.trust_region.trainer import KLHooks, accumulates_gradients
+from ppokit.trust_region.trainer import KLHooks, accumulates_gradients, optimizers_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,16 +145,14 @@ class AdaptiveLearningRate(WholeState, nn.Module):
                 is ``"minibatch"``.
             RuntimeError: the trainer updates in another process, or ``name`` is taken.
         """
-        stepper = trainer.optimization_stepper
-        optimizer = trainer.optimizer or getattr(stepper, "optimizer", None)
-        if optimizer not in (None, self.optimizer):
+        if optimizers_of(trainer) - {self.optimizer}:
             raise ValueError("The trainer has another optimizer than the AdaptiveLearningRate.")
         if self.when == "minibatch" and accumulates_gradients(trainer):
             raise ValueError("With gradients accumulated over minibatches, use when='epoch'.")
         trainer.register_module(name, self)
         hooks = KLHooks(self)
         # The graph of a TrainingStep runs no hook on the loss.
-        hooks.register_hooks(trainer, getattr(stepper, "kl_hooks", None))
+        hooks.register_hooks(trainer, getattr(trainer.optimization_stepper, "kl_hooks", None))
         if self.when == "minibatch":
             trainer.register_op("post_optim", hooks.update)
 

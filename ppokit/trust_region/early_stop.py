@@ -24,7 +24,12 @@ from ppokit.trust_region.mean_kl import (
     mean_over_ranks,
     warn_not_finite,
 )
-from ppokit.trust_region.trainer import KLHooks, accumulates_gradients, drop_rest_of_epoch
+from ppokit.trust_region.trainer import (
+    KLHooks,
+    accumulates_gradients,
+    drop_rest_of_epoch,
+    optimizers_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -233,9 +238,7 @@ class TrainerHooks(KLHooks):
 
     def register(self, trainer: Trainer) -> None:
         """Register the hooks; :meth:`KLEarlyStopper.register` names the errors."""
-        stepper = trainer.optimization_stepper
-        optimizers = {getattr(stepper, "optimizer", None), trainer.optimizer} - {None}
-        if not optimizers:
+        if not (optimizers := optimizers_of(trainer)):
             raise ValueError(
                 "The trainer has no optimizer (optimizer=, or optimization_stepper.optimizer), so "
                 "the minibatch that triggers the stop would be applied."

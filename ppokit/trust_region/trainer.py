@@ -95,6 +95,12 @@ class KLHooks:
             self.block.update(torch.stack(kls), weight=torch.stack(frames))
 
 
+def optimizers_of(trainer: Trainer) -> set[torch.optim.Optimizer]:
+    """Return the optimizer of a trainer and of its stepper, where they have one."""
+    stepper = trainer.optimization_stepper
+    return {trainer.optimizer, getattr(stepper, "optimizer", None)} - {None}
+
+
 def accumulates_gradients(trainer: Trainer) -> bool:
     """Return whether the trainer's optimizer steps once for several minibatches."""
     return getattr(trainer.optimization_stepper, "gradient_accumulation_steps", 1) > 1

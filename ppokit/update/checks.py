@@ -61,7 +61,12 @@ def check_arguments(
             f"compile='cudagraphs' needs CUDA, and the parameters are on {device}. Move "
             "the loss before you build optimizer and step, or pass compile=True."
         )
-    for name, block in (("loss", loss), ("stopper", stopper)):
+    check_groups_of_ranks({"loss": loss, "stopper": stopper}, group)
+
+
+def check_groups_of_ranks(blocks: Mapping[str, object], group: ProcessGroup | None) -> None:
+    """Raise a ValueError where a block averages over another group of ranks than the step."""
+    for name, block in blocks.items():
         if getattr(block, "group", group) is not group:
             raise ValueError(f"The {name} has another group than the step: pass group= to both.")
 
@@ -80,9 +85,8 @@ def check_trained(loss: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "other parameters than its optimizer: use its state_dict."
         )
     coefficient = getattr(loss, "critic_coeff", 1.0)
-    has_critic = coefficient is not None and (
-        getattr(coefficient, "is_meta", False) or bool(coefficient != 0)
-    )
+    is_meta = isinstance(coefficient, Tensor) and coefficient.is_meta
+    has_critic = coefficient is not None and (is_meta or bool(coefficient != 0))
     networks = ["actor_network", "critic_network"][: 1 + has_critic]
     networks += [f"{network}_params" for network in networks]
     missing = [

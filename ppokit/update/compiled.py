@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from ppokit._batch import Options, State, StateDict
+from ppokit._batch import Options, State, StateDict, is_functional
 from ppokit._calls import hooks_in
 from ppokit._compiling import (
     REST,
@@ -342,7 +342,7 @@ def _obstacle(
     parameters: Sequence[tuple[tuple[str, ...], Tensor]],
 ) -> str | None:
     """Return why a loss runs eagerly, or None."""
-    if getattr(loss, "functional", False):
+    if is_functional(loss):
         return "functional=True keeps parameters apart from networks; pass functional=False"
     if have_hooks(modules, ignored=loss):
         return "a module or parameter of the networks has a hook, or a forward of its own"

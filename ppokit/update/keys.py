@@ -74,6 +74,10 @@ def check_policy_keys(loss: nn.Module, batch: TensorDictBase) -> None:
         get_tensor(batch, key, fix=fix)
 
 
+def _mask_key(block: object, default: NestedKey | None) -> NestedKey | None:
+    return getattr(block, "mask_key", default)
+
+
 def check_names_of_observations(loss: nn.Module, blocks: Mapping[str, object]) -> None:
     """Raise a ValueError where a block would overwrite an entry that policy or critic read."""
     actor, critic = (network_of(loss, x) for x in ("actor_network", "critic_network"))
@@ -90,7 +94,7 @@ def check_names_of_observations(loss: nn.Module, blocks: Mapping[str, object]) -
         if network_of(block, "value_network") is not None:  # not among torchrl's out_keys
             written += key_list(key_named(block, "value"))
         parents = [as_key(key[:n]) for key in map(key_parts, written) for n in range(1, len(key))]
-        passed_on = getattr(block, "mask_key", None)
+        passed_on = _mask_key(block, None)
         if taken := [key for key in [*written, *parents] if key in read and key != passed_on]:
             raise ValueError(
                 f"The networks or the loss read {taken[0]!r}, and the {name} of the update would "
@@ -107,7 +111,7 @@ def check_mask_keys(own: NestedKey | None, blocks: Mapping[str, object]) -> None
     for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
         block = blocks[name]
         parts = block.modules() if isinstance(block, nn.Module) else ()
-        keys = [getattr(part, "mask_key", own) for part in parts]
+        keys = [_mask_key(part, own) for part in parts]
         valid = key_named(block, "valid")  # torchrl 0.15's GAE
         key = next((key for key in [*keys, own if valid is None else valid] if key != own), own)
         if key != own and (own is not None or name == "batcher"):

@@ -13,6 +13,7 @@ from torch import nn
 from ppokit._batch import (
     BURN_IN_KEY,
     check_stored,
+    is_functional,
     mask_key_of,
     network_of,
     state_keys,
@@ -53,6 +54,8 @@ class FrameMinibatches(ShuffledMinibatches):
 
     Several small minibatches are gathered together, and are views of that; a large one alone.
     """
+
+    batcher = None  #: of sequences
 
     def outline(self, batch: TensorDictBase) -> tuple[int, int]:
         """Return how many frames are valid, and 1: the steps of each."""
@@ -156,7 +159,7 @@ class SequenceMinibatches(ShuffledMinibatches):
                 f"burn_in needs networks with a recurrent state, and {type(self.loss).__name__} "
                 "has none at actor_network or critic_network."
             )
-        if getattr(self.loss, "functional", False):
+        if is_functional(self.loss):
             raise ValueError("burn_in runs the networks: build the loss with functional=False.")
         return self.batcher.refresh(minibatch, *networks, lengths=lengths)
 

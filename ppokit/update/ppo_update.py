@@ -42,7 +42,7 @@ from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate
 from ppokit.trust_region.early_stop import refuse_accumulated_gradients
-from ppokit.update.checks import loss_names
+from ppokit.update.checks import check_groups_of_ranks, loss_names
 from ppokit.update.data_parallel import Outline, sizes_of_minibatches
 from ppokit.update.keys import (
     check_mask_keys,
@@ -202,11 +202,8 @@ class PPOUpdate:
         for name, of_step in (("loss", loss), ("optimizer", step.optimizer)):
             if getattr(self.adaptive_kl, name, of_step) is not of_step:
                 raise ValueError(f"adaptive_kl belongs to another {name} than the step.")
-        for name in ("adaptive_kl", "reward_normalizer"):
-            if getattr(blocks[name], "group", step.group) is not step.group:
-                raise ValueError(
-                    f"The {name} has another group than the step: pass group= to both."
-                )
+        with_groups = "adaptive_kl", "reward_normalizer"
+        check_groups_of_ranks({name: blocks[name] for name in with_groups}, step.group)
         is_averaged = self.accumulate_grads or step.ranks.count > 1
         if is_averaged and getattr(loss, "reduction", "mean") == "sum":
             raise ValueError(
@@ -355,7 +352,7 @@ class PPOUpdate:
         self.step.check_settings(waits=True)
         if self.advantage is not None:
             check_buffers(self.advantage)
-        if self.batcher is not getattr(self.minibatches, "batcher", None):
+        if self.batcher is not self.minibatches.batcher:
             raise ValueError("The batcher of the update was replaced: build another PPOUpdate.")
         check_time_is_last(batch, who="PPOUpdate")
         dim = getattr(self.advantage, "time_dim", None)

@@ -22,6 +22,7 @@ from ppokit._batch import (
     StateDict,
     as_key,
     check_tensordict,
+    key_named,
     mask_key_of,
     out_keys_of,
     valid_mask,
@@ -150,9 +151,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.max_grad_norm, self.amp_dtype, self.nonfinite = max_grad_norm, amp_dtype, nonfinite
         self.group = group
         check_arguments(loss, optimizer, stopper, group, compile)
-        own = getattr(loss, "tensor_keys", None)
-        names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
-        self.in_keys = [*dict.fromkeys([*self.loss.in_keys, *names])]
+        keys = (key_named(loss, name) for name in ("advantage", "value_target"))
+        names = [key for key in keys if key is not None]
+        self.in_keys: list[NestedKey] = [*dict.fromkeys([*self.loss.in_keys, *names])]
         self.out_keys: list[NestedKey] = [*out_keys_of(loss), "grad_norm", "stepped"]
         replays = compile == "cudagraphs"
         options = compile if isinstance(compile, Mapping) else {}

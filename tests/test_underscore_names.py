@@ -97,6 +97,7 @@ NAMESPACES = {
     "_calls.py: module.__dict__": "whether a module has hooks, or a forward of its own",
     "_calls.py: network.__dict__": "what torch.compile wraps, and methods of an instance",
     "_calls.py: part.__dict__": "whether an instance replaces a method of its class",
+    "collectors/normalization.py: update.__func__": "a container's update counts nothing",
     "_compiling.py: numbered.__code__.replace": "Dynamo limits the graphs of one code object",
     "_compiling.py: numbered.__globals__": "likewise: a copy of the function",
     "_compiling.py: numbered.__closure__": "likewise",

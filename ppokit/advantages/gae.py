@@ -28,7 +28,6 @@ from ppokit._batch import (
     get_tensor,
     is_init,
     is_recurrent,
-    key_named,
     last_valid_steps,
     per_frame,
     state_keys,
@@ -436,7 +435,7 @@ class GAE(WholeState, TorchRLGAE):
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
         """Return which frames are valid by both masks; None means all."""
         mask = valid_mask(tensordict, self.mask_key)
-        key = key_named(self, "valid")  # torchrl 0.14 has no such key
+        key = getattr(self.tensor_keys, "valid", None)  # torchrl 0.14 has no such key
         if key is None:
             return mask
         get_tensor(tensordict, key, fix="It was named by gae.set_keys(valid=...).")

@@ -190,7 +190,8 @@ def draws_indices(policy: Policy) -> bool:
     found: dict[bool, list[NestedKey]] = {True: [], False: []}
     for head in of_action or heads:
         for key, kind in _kinds(head).items():
-            kind = getattr(kind, "base_distribution", kind)  # several choices of one kind
+            if hasattr(kind, "base_distribution"):  # several choices of one kind
+                kind = kind.base_distribution
             if isinstance(kind, type) and issubclass(kind, (d.Categorical, *_ONE_HOT)):
                 found[not issubclass(kind, _ONE_HOT)].append(key)
     if all(found.values()):

@@ -164,7 +164,7 @@ def gae(
         value: value of the observation at t, same shape.
         next_value: value of the observation after t, same shape.
         done: bool, same shape: the trajectory ends with this step, terminated or not.
-        terminated: bool, same shape: it ends and no value follows.
+        terminated: bool, same shape: it ends and no value follows; such a step is done, too.
         gamma: discount in [0, 1]; a tensor must broadcast to ``reward`` without enlarging it.
         lmbda: trace decay in [0, 1], likewise.
         dim: the time dimension.

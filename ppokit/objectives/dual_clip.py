@@ -37,6 +37,8 @@ from ppokit._batch import (
     check_trajectories,
     get_if_any,
     get_tensor,
+    in_keys_of,
+    is_recurrent,
     key_list,
     key_parts,
     missing_entry,
@@ -85,7 +87,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     with ``kl_coeff``, ``"loss_kl"``. As with torchrl's losses, coefficients are already applied:
     sum every ``loss_*``. Ratios, ``"kl"``, ``"ESS"`` and ``"clip_fraction"`` are those of the
     unclamped ratio. If the batch holds a mask of valid frames (``loss_mask_key``), the diagnostics
-    and the advantage normalization use valid frames only.
+    and the advantage normalization use valid frames only. A recurrent network goes through masked
+    frames that come before a valid one in their row, as they are stored.
 
     Several action heads (``CompositeDistribution``) are clipped by their joint ratio. If their
     log-probabilities are stored one by one (``set_composite_lp_aggregate(False)``), the loss also
@@ -322,8 +325,15 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             minibatch.set(names.advantage, advantage)
             # Episode starts in the padding of a sequence would slow a recurrent network down.
             kept = {"is_init", *map(as_key, self._loss_mask_keys())}
-            keys_to_fill = [key for key in self.entries(minibatch) if key not in kept]
-            _fill_padding(minibatch, per_frame(mask, minibatch.ndim), keys_to_fill)
+            keys, valid = self.entries(minibatch), per_frame(mask, minibatch.ndim)
+            networks = self.actor_network, self.critic_network
+            recurrent = [x for x in networks if x is not None and is_recurrent(x)]
+            # A recurrent network goes through frames that are masked before a valid one.
+            read = {as_key(key) for network in recurrent for key in in_keys_of(network)} - kept
+            _fill_padding(minibatch, valid, valid, [key for key in keys if key not in read | kept])
+            if read:
+                followed = valid.flip(-1).int().cumsum(-1).flip(-1) > 0
+                _fill_padding(minibatch, valid, followed, [key for key in keys if key in read])
             advantage = minibatch.get(names.advantage)
         return minibatch, advantage, mask
 
@@ -376,8 +386,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         """Return the mask of valid frames in the shape of a tensor, or None if there is none."""
         if get_if_any(minibatch, BURN_IN_KEY) is not None:
             raise ValueError(
-                f"The minibatch holds {BURN_IN_KEY!r}: frames of burn-in, which the loss would "
-                "take for padding. Give it batcher.refresh(minibatch, actor, critic)."
+                f"The minibatch holds {BURN_IN_KEY!r}: frames of burn-in, whose gradient the loss "
+                "would compute. Give it batcher.refresh(minibatch, actor, critic)."
             )
         found: Tensor | None = None
         for key in map(as_key, self._loss_mask_keys()):
@@ -577,8 +587,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         return name
 
 
-def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> None:
-    """Replace the entries of masked frames by a copy of the first valid frame, in place.
+def _fill_padding(
+    minibatch: TensorDictBase, mask: Tensor, keep: Tensor, keys: list[NestedKey]
+) -> None:
+    """Replace entries, except at the frames to keep, by a copy of the first valid frame, in place.
 
     The gradient of padding is 0, but 0 * NaN is NaN, and a matrix product spreads it to every
     parameter. Without a valid frame, numbers that are not finite become finite.
@@ -590,8 +602,8 @@ def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]
         if x.dtype is not torch.bool:
             harmless = frame.nan_to_num() if x.is_floating_point() else torch.zeros_like(frame)
             frame = torch.where(any_valid, frame, harmless)
-        keep = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
-        return torch.where(keep, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
+        kept = keep.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+        return torch.where(kept, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
 
     for key in keys:
         entry = minibatch.get(key)

@@ -159,12 +159,14 @@ class MinibatchStatistics:
         sums: defaultdict[str, float] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
         first: dict[str, tuple[float, float]] = {}
+        counted = [x for x in self._minibatches if x.frames] or self._minibatches
         for names, found in of_names.items():
             frames = torch.tensor([x.frames for x in found], dtype=torch.float64)
             table = torch.stack([x.row for x in found]).cpu().double()
             table[frames == 0] = 0  # NaN
-            if found[0] is self._minibatches[0] and "kl" in names:
-                first["first_kl"] = float(table[0, names.index("kl")] * frames[0]), found[0].frames
+            for x, row in zip(found, table, strict=True):
+                if x is counted[0] and "kl" in names:
+                    first["first_kl"] = float(row[names.index("kl")] * x.frames), x.frames
             for name, total in zip(names, (frames @ table).tolist(), strict=True):
                 sums[name] += total
                 counts[name] += float(frames.sum())

@@ -8,12 +8,15 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
-from torchrl.modules import GRUModule, LSTMModule
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.modules import GRUModule, LSTMModule, ValueOperator
 
-from ppokit import GAE, GymCollector, KLEarlyStopper, SequenceBatcher
-from tests.blocks import outcome
+from ppokit import GAE, DualClipPPOLoss, GymCollector, KLEarlyStopper, SequenceBatcher
+from ppokit import GRUModule as OwnGRU
+from ppokit import LSTMModule as OwnLSTM
+from tests.blocks import actor_of, outcome
 from tests.recurrent.agents import (
     ACTIONS,
     COLLECTORS,
@@ -117,6 +120,48 @@ def test_padding_changes_no_loss_and_no_gradient(options):
             assert other.isfinite().all()
             assert other.any()
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule, OwnLSTM, OwnGRU])
+@pytest.mark.parametrize("masked", [slice(0, 4), slice(5, 6), slice(9, None)], ids=str)
+def test_a_masked_frame_before_a_valid_one_is_a_step_of_the_network(kind: type, masked: slice):
+    """A burn-in by hand, or a frame that does not count; those after the valid ones may be NaN."""
+    torch.manual_seed(0)
+    module = kind(input_size=3, hidden_size=6, in_key="observation", out_key="memory")
+    heads = nn.Linear(6, 3), nn.Linear(6, 1)
+    actor = actor_of(
+        TensorDictSequential(module, TensorDictModule(heads[0], ["memory"], ["logits"]))
+    )
+    loss = DualClipPPOLoss(actor, ValueOperator(heads[1], ["memory"]), entropy_bonus=False)
+    actor, loss = actor.double(), loss.double()
+    rows, steps = 4, 12
+    batch: Any = TensorDict({"observation": torch.randn(rows, steps, 3).double()}, [rows, steps])
+    for key in (k for k in module.in_keys if "state" in str(k)):
+        batch[key] = torch.zeros(rows, steps, 1, 6, dtype=torch.float64)
+    batch["is_init"] = (torch.arange(steps) == 0).expand(rows, steps).unsqueeze(-1)
+    batch["action"] = torch.randint(3, (rows, steps))
+    batch["action_log_prob"] = torch.full((rows, steps), -1.1).double()
+    for key in ("advantage", "value_target"):
+        batch[key] = torch.randn(rows, steps, 1).double()
+    mask = torch.ones(rows, steps, dtype=torch.bool)
+    mask[:, masked] = False
+    memory, _ = next(x for x in module.modules() if isinstance(x, nn.RNNBase))(batch["observation"])
+    log_prob = taken(heads[0](memory).log_softmax(-1), batch["action"])
+    ratio = (log_prob - batch["action_log_prob"]).exp()[mask]
+    advantage = batch["advantage"].squeeze(-1)[mask]
+    objective = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    error = nn.functional.smooth_l1_loss(heads[1](memory)[mask], batch["value_target"][mask])
+    expected = torch.autograd.grad(objective + error, [*module.parameters()])
+    batch[MASK] = mask
+    if masked.stop is None:
+        batch["observation"][:, masked] = torch.nan
+    losses = loss(batch)
+    torch.testing.assert_close(losses["loss_objective"], objective)
+    torch.testing.assert_close(losses["loss_critic"], error)
+    found = torch.autograd.grad(
+        losses["loss_objective"] + losses["loss_critic"], [*module.parameters()]
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_mask_that_is_not_bool_raises_with_the_fix():

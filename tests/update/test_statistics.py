@@ -283,14 +283,15 @@ def test_episode_returns_of_several_agents_are_their_mean():
 # -- KL, scale, resets ---------------------------------------------------------------------
 
 
-def test_the_kl_of_a_first_step_that_is_skipped_is_not_told():
+@pytest.mark.parametrize("skipped", [1, 9])
+def test_the_first_kl_is_that_of_the_first_step_that_is_not_skipped(skipped: int):
     def diverged(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
-        bad = math.nan if call == 1 else 1.0
-        return {"loss_any": weight * bad, "kl": torch.tensor(0.5)}
+        bad = math.nan if call <= skipped else 1.0
+        return {"loss_any": weight * bad, "kl": torch.tensor(call / 8)}
 
     statistics = update_of(diverged, nonfinite="skip")(frames(10))
-    assert math.isnan(statistics["first_kl"])
-    assert statistics["kl"] == 0.5
+    assert str(statistics["first_kl"]) == ("0.25" if skipped == 1 else "nan")
+    assert statistics["steps"] == statistics["minibatches"] - min(skipped, 3)
 
 
 @pytest.mark.parametrize("normalizer", [RewardNormalizer, lambda: None])

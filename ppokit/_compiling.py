@@ -109,11 +109,9 @@ class CompiledFunction:
         if has_wrapper and not {"backend", "options"} & options.keys():
             options = {**options, "options": {"cpp_wrapper": True}}
         self._function, self._what, self._budget = function, what, budget
-        self._modules, self._arguments, self._before = modules, (), []
+        self._modules, self._call = modules, _Call()
         self.is_static = static and not options.get("dynamic")
         self._options = {"fullgraph": True, **options}
-        self._may_capture = self._is_tracing = self._is_traced = self._is_refused = False
-        self._progress: _Progress | None = None
         self._renew()
 
     def _renew(self) -> None:
@@ -128,16 +126,18 @@ class CompiledFunction:
         self._requests: dict[Hashable, int] = {}  # for each of them
 
     def _compile(self, **options: object) -> Compiled:
+        call = self._call
+
         @torch.compiler.assume_constant_result
         def begin_trace() -> int:  # runs while a graph is captured, and never in a graph
-            if not self._may_capture:
-                self._is_refused = self._is_tracing = True
+            if not call.may_capture:
+                call.is_refused = call.is_tracing = True
                 self._refused += 1
                 raise NoGraphError(OFTEN)
-            if not self._is_tracing:
-                self._is_tracing, self._progress = True, _Progress(self._what)
-                written = [*_tensors_in(self._arguments), *_buffers_of(self._modules)]
-                self._before = [(x, x.detach().clone()) for x in written]
+            if not call.is_tracing:
+                call.is_tracing, call.progress = True, _Progress(self._what)
+                written = [*_tensors_in(call.arguments), *_buffers_of(self._modules)]
+                call.before = [(x, x.detach().clone()) for x in written]
                 if "options" not in options:  # forms are few: each is asked for often before
                     self.graphs += 1
                     self._budget.spend()
@@ -145,7 +145,7 @@ class CompiledFunction:
 
         @torch.compiler.assume_constant_result
         def end_trace() -> None:
-            self._is_traced = True
+            call.is_traced = True
 
         function = self._function
 
@@ -174,7 +174,7 @@ class CompiledFunction:
             raise NoGraphError(OFTEN)
         if is_allowed and (self.graphs >= MOST_GRAPHS or self._refused >= MOST_REFUSED):
             self._renew()
-        return self._call(self._guarded, arguments, may_capture=is_allowed)
+        return self._run(self._guarded, arguments, may_capture=is_allowed)
 
     def form(
         self, number: int, layout: Hashable, arguments: Sequence[object], *, after: int
@@ -200,7 +200,7 @@ class CompiledFunction:
             # would fullgraph=True, and the guarded graph has shown that it is one graph.
             form = self._compile(dynamic=None, fullgraph=False, options={**own, **no_guards})
             with suppress(NoGraphError):
-                _, result = self._call(form, arguments, may_capture=True)
+                _, result = self._run(form, arguments, may_capture=True)
                 self._candidate = key, form
         return None, result
 
@@ -217,37 +217,38 @@ class CompiledFunction:
             else:
                 self._requests[key] = 0  # it is captured again later
 
-    def _call(
+    def _run(
         self, compiled: Compiled, arguments: Sequence[object], *, may_capture: bool
     ) -> tuple[int, Any]:
-        self._may_capture, self._arguments = may_capture, arguments
-        self._is_tracing = self._is_traced = self._is_refused = False
+        call = self._call
+        call.may_capture, call.arguments = may_capture, arguments
+        call.is_tracing = call.is_traced = call.is_refused = False
         message = _hooks._saved_tensors_hooks_get_disabled_error_message
         are_enabled = may_capture and not message()
         try:
             with capturing if may_capture else nullcontext():
                 return compiled(*arguments)
         except BaseException as error:  # Ctrl-C, too
-            if not self._is_tracing:
+            if not call.is_tracing:
                 raise
             if are_enabled:  # a trace of torch.func that fails leaves them disabled
                 _hooks._saved_tensors_hooks_enable()
             with torch.no_grad():
-                for x, before in self._before:  # by value: kernels may not raise the version
+                for x, before in call.before:  # by value: kernels may not raise the version
                     if not torch.equal(x, before):
                         x.copy_(before)
-            if self._is_traced:
+            if call.is_traced:
                 self._renew()  # a graph that failed would run again
             if not isinstance(error, Exception):
                 raise
-            no_graph = NoGraphError(OFTEN if self._is_refused else _first_line(error))
-            no_graph.is_refused = self._is_refused
+            no_graph = NoGraphError(OFTEN if call.is_refused else _first_line(error))
+            no_graph.is_refused = call.is_refused
             raise no_graph from error
         finally:
-            self._arguments, self._before = (), []
-            if self._progress is not None:
-                self._progress.stop()
-                self._progress = None
+            call.arguments, call.before = (), []
+            if call.progress is not None:
+                call.progress.stop()
+                call.progress = None
 
 
 def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
@@ -262,6 +263,15 @@ def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     for module in modules:
         yield from (x for x in module.buffers() if not is_lazy(x))
+
+
+class _Call(threading.local):
+    """The call that a thread makes: threads may share a function, and capture in turn."""
+
+    may_capture = is_tracing = is_traced = is_refused = False
+    arguments: Sequence[object] = ()
+    before: Sequence[tuple[Tensor, Tensor]] = ()
+    progress: _Progress | None = None
 
 
 class _Progress:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ppokit.distributed import gather_over_ranks, raise_together, resolve_group, sum_over_ranks
+from ppokit.update.optimizers import set_gradients
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,9 +94,8 @@ class DataParallel:
         *means, numbers, counts = total.split([*sizes, 3, len(counts)])
         if not all(there):  # another rank may have a gradient there
             there = (counts[1:] > 0).tolist()
-        for parameter, mean, is_there in zip(parameters, means, there, strict=True):
-            if is_there:
-                parameter.grad = mean.view_as(parameter).to(parameter.dtype)
+        found = [(p, mean) for p, mean, here in zip(parameters, means, there, strict=True) if here]
+        set_gradients([p for p, _ in found], [mean.to(p.dtype) for p, mean in found])
         return numbers
 
 

@@ -108,7 +108,7 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         function = differentiated(holder, signature, structure, fixed, minibatch, scale)
         gradients, (total, (row, kls, others)) = function(values)
         if settings.returns_gradients:
-            return Outputs(signature, row, others, total, total, [g / scale for g in gradients])
+            return Outputs(signature, row, others, total, total, gradients)
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         limits = Limits(limit, is_due > 0, settings.nonfinite)
@@ -179,15 +179,18 @@ def total_loss(
 
 
 class WithGradients(torch.autograd.Function):
-    """A number whose gradients are known."""
+    """A number whose gradients are known, times a scale."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, number: Tensor, gradients: list[Tensor], scale: float, *_: Tensor
+    ) -> Tensor:
         """Return the number; its gradients are those given, one for each parameter."""
-        ctx.gradients = gradients
+        ctx.gradients, ctx.scale = gradients, scale
         return number.clone()
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients times a weight."""
-        return None, None, *(weight * gradient for gradient in ctx.gradients)
+        weight = weight / ctx.scale
+        return None, None, None, *(weight * gradient for gradient in ctx.gradients)

@@ -46,6 +46,20 @@ def groups_of(
     return tuple(groups)
 
 
+def set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Set gradients as autograd does: each in a memory that no other has, strided as its parameter.
+
+    torch's fused optimizers read both in the order of their memory.
+    """
+    taken = set[int]()
+    for p, gradient in zip(parameters, gradients, strict=True):
+        gradient = gradient.view_as(p)
+        if gradient.stride() != p.stride() or gradient.data_ptr() in taken:
+            gradient = torch.empty_like(p).copy_(gradient)
+        taken.add(gradient.data_ptr())
+        p.grad = gradient
+
+
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook or a wrapper does more in a step; a scheduler's wrapper does not."""
     step: Any = vars(optimizer).get("step")

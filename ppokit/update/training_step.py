@@ -53,7 +53,7 @@ from ppokit.update.compiled import CompiledStep, Request
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.decision import MOST_CALLS, Decision, Limits, Outcome, Unread, decide
 from ppokit.update.graph import Settings, WithGradients
-from ppokit.update.optimizers import step_where, steps_otherwise
+from ppokit.update.optimizers import set_gradients, step_where, steps_otherwise
 from ppokit.update.trainer import TrainingStepper
 
 if TYPE_CHECKING:
@@ -385,7 +385,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         With several ranks, None after an error, which :meth:`apply_gradients` raises on all.
         """
         try:
-            losses = self._losses_in_graph(minibatch) if self.needs_gradients else None
+            losses = self._losses_in_graph(minibatch, weight) if self.needs_gradients else None
             if losses is None:
                 self.note_user_code()
                 losses = self.eager_losses(minibatch)
@@ -622,19 +622,20 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return None
         outputs, parameters = found
         steps = bool(outputs.gradients)
-        for p, gradient in zip(parameters if steps else (), outputs.gradients, strict=True):
-            p.grad = gradient.view_as(p)
+        if steps:
+            set_gradients(parameters, outputs.gradients)
         outcome = outputs.outcome()
         if self._reads_at_once:
             decision = Decision.of(outputs.flags.tolist())
             return self._act(minibatch, outcome, decision, steps=steps)
         return self._act_on_device(minibatch, outcome, outputs.flags, steps=steps)
 
-    def _losses_in_graph(self, minibatch: TensorDictBase) -> TensorDictBase | None:
+    def _losses_in_graph(self, minibatch: TensorDictBase, weight: float) -> TensorDictBase | None:
         """Return the losses, with their gradients, from a graph, or None."""
         if self.graphs is None:
             return None
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        # Half precision overflows where it does eagerly: with the weight.
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale() * (weight or 1.0)
         number = torch.tensor([scale], dtype=torch.float64, device=self.device)
         if (found := self.graphs(self._request(minibatch, number))) is None:
             return None
@@ -642,7 +643,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         losses = outputs.losses()
         names = loss_names(losses, type(self.loss).__name__)
         name = max(names, key=lambda key: torch.finfo(losses[key].dtype).bits)  # no rounding
-        return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
+        with_gradients = WithGradients.apply(losses[name], outputs.gradients, scale, *parameters)
+        return losses.set(name, with_gradients)
 
     def _numbers_of_graph(self) -> Tensor:
         """Return largest norm, KL limit, whether it is due, and the learning rates, float64."""

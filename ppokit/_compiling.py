@@ -1,4 +1,4 @@
-"""Functions compiled by ``torch.compile``, and a look at the modules that they call."""
+"""Functions compiled by ``torch.compile``, with the compiler's guards and without."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import platform
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import FunctionType
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ppokit._batch import Options
-from ppokit._calls import any_global_hook, hooks_in
 
 #: held by captures, and by eager steps beside them: torch's optimizers ask whether any thread is
 #: compiling, and random numbers are restored after a trace
@@ -307,85 +305,3 @@ def layout_of(tensordict: TensorDictBase) -> Hashable:
         if isinstance(x, Tensor):
             found += key, x.shape, x.stride(), x.dtype
     return tuple(found)
-
-
-# -- modules -------------------------------------------------------------------------
-
-#: methods that may be replaced on one module, which the guards of a graph do not see
-METHODS = frozenset({"forward", "get_dist"})
-
-
-def modules_of(roots: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return all modules by name; a module that is reachable under several names has one."""
-    modules: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(name: str, module: nn.Module | None) -> None:  # named_modules takes twice as long
-        if module is not None and module not in seen:
-            seen.add(module)
-            modules[name] = module
-            for child, inner in module._modules.items():
-                visit(f"{name}.{child}", inner)
-
-    for name, root in roots.items():
-        visit(name, root)
-    return modules
-
-
-def parameters_of(modules: Mapping[str, nn.Module]) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Return the trainable parameters, each with its name in every module that holds it.
-
-    ``functional_call`` restores no other names.
-    """
-    found: dict[Tensor, list[str]] = {}
-    for prefix, module in modules.items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                found.setdefault(parameter, []).append(f"{prefix}.{name}")
-    return [(tuple(names), parameter) for parameter, names in found.items()]
-
-
-def have_hooks(modules: Mapping[str, nn.Module], *, ignored: nn.Module | None = None) -> bool:
-    """Return whether modules or parameters have hooks, or methods other than their class's.
-
-    Dynamo does not look at these again. One module may be ``ignored``.
-    """
-    if any_global_hook():
-        return True
-    for module in modules.values():
-        own = vars(module)
-        if module is not ignored and (any(hooks_in(own)) or not METHODS.isdisjoint(own)):
-            return True
-        for p in module._parameters.values():
-            if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
-                return True
-    return False
-
-
-_OF_ALL = {*vars(nn.Module())} - {"training"}  # tensors are looked up in each call of a graph
-
-
-def attributes_of(modules: Mapping[str, nn.Module]) -> list[object]:
-    """Return attributes of modules, what lists and dicts hold, children and facts of tensors."""
-    found = []
-    for module in modules.values():
-        own = vars(module)
-        found += [x.shape for x in module._buffers.values() if x is not None]
-        found += [x.requires_grad for x in module._parameters.values() if x is not None]
-        found += module._modules.values()
-        for name in own.keys() - _OF_ALL:
-            found += own[name], *_contents(own[name])
-    return found
-
-
-def _contents(x: Any) -> list[object]:
-    """Return what a container holds; nothing for other objects."""
-    if issubclass(type(x), dict):
-        return [*x, *x.values()]
-    return [*x] if issubclass(type(x), (list, tuple, set, deque)) else []
-
-
-def are_same(x: Sequence[object], y: Sequence[object]) -> bool:
-    """Return whether two lists hold the same objects, or equal shapes."""
-    pairs = zip(x, y, strict=False)
-    return len(x) == len(y) and all(a is b or (type(a) is torch.Size and a == b) for a, b in pairs)

@@ -93,6 +93,7 @@ NAMES: dict[str, tuple[str, str]] = {
 }
 #: Reads of a namespace, by file and expression: the reason.
 NAMESPACES = {
+    "_calls.py: vars(module)": "whether modules have hooks or replaced methods",
     "_calls.py: vars(nn.Module())": "the dictionaries of hooks have no public list",
     "_calls.py: module.__dict__": "whether a module has hooks, or a forward of its own",
     "_calls.py: network.__dict__": "what torch.compile wraps, and methods of an instance",
@@ -101,8 +102,6 @@ NAMESPACES = {
     "_compiling.py: numbered.__code__.replace": "Dynamo limits the graphs of one code object",
     "_compiling.py: numbered.__globals__": "likewise: a copy of the function",
     "_compiling.py: numbered.__closure__": "likewise",
-    "_compiling.py: vars(module)": "whether modules have hooks or replaced methods",
-    "_compiling.py: vars(nn.Module())": "attributes that every module has",
     "policies/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
     "policies/actor.py: actor.__dict__[name]": "likewise",
     "policies/tensor_policy.py: vars(module)": "whether an instance replaces get_dist",

@@ -315,8 +315,8 @@ class GAE(WholeState, TorchRLGAE):
             check_stored(tensordict, [*stored_keys(self.value_network), *following])
             if dim != tensordict.ndim - 1:
                 raise ValueError(
-                    "Recurrent value networks run over the last dimension of a batch, and time is "
-                    f"dimension {dim} of {list(tensordict.batch_size)}: transpose the batch."
+                    "A recurrent value network needs time in the last dimension of a batch, and it "
+                    f"is dimension {dim} of {list(tensordict.batch_size)}: transpose the batch."
                 )
         # A differentiable estimate passes gradients to its inputs, not to the value network.
         is_held_out = self.differentiable and params is None and target_params is None

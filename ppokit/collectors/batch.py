@@ -36,7 +36,8 @@ class Record:
 
     Row t of the observations is what the policy sees at time t. An environment whose episode ends
     is reset in the same step, and the next row holds the first observation of the next episode; or
-    in a step of its own, which belongs to no episode.
+    in a step of its own, which belongs to no episode. The tensors ``observed`` and ``reward`` are
+    the memory of the arrays that environments write to, ``arrays`` and ``rewards``.
     """
 
     def __init__(

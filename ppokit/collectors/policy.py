@@ -168,9 +168,9 @@ class CollectorPolicy:
         self._begin_episodes(starts)
         transformed, written = self._transformed.take(), self._written.take()
         if self._function is not None and self._tensor_policy is not None:
-            return transformed, self._tensor_policy.score(written, checks=True)
+            return transformed, self._tensor_policy.with_log_prob(written, checks=True)
         check_written(self._policy, written)
-        written = _scores(self._policy, written)
+        written = _with_stored_log_prob(self._policy, written)
         named = {*self._action, *(key for x in heads_of(self._policy) for key in x.log_prob_keys)}
         public = [x for x in written if x in named or not key_parts(x)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}
@@ -211,7 +211,7 @@ def _kinds(head: Any) -> dict[NestedKey, Any]:
     return {key: x.func if isinstance(x, partial) else x for key, x in kinds.items()}
 
 
-def _scores(policy: Policy, written: Entries) -> Entries:
+def _with_stored_log_prob(policy: Policy, written: Entries) -> Entries:
     """Return the entries, a tanh-normal's log-probabilities for the actions as they are stored."""
     batch = TensorDict(cast("Any", written), next(iter(written.values())).shape[:2])
     for head in heads_of(policy):

@@ -269,9 +269,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             advantage, log_ratio, key=names.advantage, of_ratio=names.sample_log_prob
         )
         mask = None if mask is None else self._mask(minibatch, log_ratio)
-        bounds, upper = self._clip_bounds, self.dual_clip
-        upper = None if upper is None else upper.to(log_ratio.dtype).log()
-        objective = terms.clipped_loss(log_ratio, correction, advantage, *bounds, upper)
+        bounds, clip = self._clip_bounds, self.dual_clip  # of log-ratios, of a ratio
+        clip = None if clip is None else clip.to(log_ratio.dtype).log()
+        objective = terms.clipped_loss(log_ratio, correction, advantage, *bounds, clip)
         losses: dict[str, Any] = {"loss_objective": objective}
         found: dict[NestedKey, Tensor | None] = {}
         if self.entropy_bonus:
@@ -289,8 +289,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             found |= {"value_clip_fraction": clipped, "explained_variance": explained}
         with torch.no_grad():
             # of the policy at collection, where the clipping is relative to another
-            ratio = log_ratio if correction is None else log_ratio + correction
-            found |= terms.policy_diagnostics(log_ratio, advantage, bounds, upper, mask, ratio)
+            of_old = log_ratio if correction is None else log_ratio + correction
+            found |= terms.policy_diagnostics(log_ratio, advantage, bounds, clip, mask, of_old)
         for name, term in losses.items():
             of_team = mask is not None and mask.shape != term.shape
             own = self._mask(minibatch, term) if of_team else mask
@@ -435,7 +435,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             known, key = terms.known_distribution(head, entries), self.tensor_keys.action
             if known is not None and not isinstance(key, list):
                 action: Any = minibatch.get(key)
-                if isinstance(action, Tensor) and known.scores(action):
+                if isinstance(action, Tensor) and known.has_log_prob_of(action):
                     return known
             return head.get_dist(entries)
 

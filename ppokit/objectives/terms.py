@@ -199,14 +199,17 @@ def clipped_loss(
     advantage: Tensor,
     low: Tensor,
     high: Tensor,
-    upper: Tensor | None,
+    log_dual_clip: Tensor | None,
 ) -> Tensor:
-    """Return the negative clipped objective ``[*B, 1]``; ``upper`` is the log of the dual clip.
+    """Return the negative clipped objective ``[*B, 1]``; all bounds are of log-ratios.
 
     Clipping is relative to the policy of ``log_ratio``; ``correction`` is the log-ratio of that
     policy to the one that collected the data, which the dual clip includes.
     """
-    bound = math.inf if upper is None else upper if correction is None else upper - correction
+    bound = log_dual_clip
+    if bound is not None and correction is not None:
+        bound = bound - correction
+    bound = math.inf if bound is None else bound
     clipped = clip_log_ratio(log_ratio, advantage, low, high, bound)
     return (clipped if correction is None else clipped + correction).exp() * -advantage
 
@@ -313,32 +316,33 @@ def reduce(term: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
 def policy_diagnostics(
     log_ratio: Tensor,
     advantage: Tensor,
-    bounds: tuple[Tensor, Tensor],
-    upper: Tensor | None,
+    log_bounds: tuple[Tensor, Tensor],
+    log_dual_clip: Tensor | None,
     mask: Tensor | None,
-    ratio: Tensor,
+    to_collector: Tensor,
 ) -> dict[str, Tensor]:
     r"""Return diagnostics of how far the policy has moved from the one that collected the data.
 
     .. math:: ESS = \frac{(\sum_i \rho_i)^2}{N \sum_i \rho_i^2}
 
     is 1 if all ratios are equal, and 1/N if one outweighs the others. All tensors are ``[*B, 1]``.
-    Clipping acts on ``log_ratio``. ``ratio`` is the log-ratio to the policy that collected the
-    data, which differs from it with a delayed actor.
+    Clipping acts on ``log_ratio``. ``to_collector`` is the log-ratio to the policy that collected
+    the data, which differs from it with a delayed actor.
     """
     if mask is not None:
         empty = ~mask.any()
         mask = mask | empty
-        log_ratio, ratio = (torch.where(empty, 0, x) for x in (log_ratio, ratio))
-    clipped = log_ratio.clamp(*bounds) != log_ratio
-    if upper is None:
+        both = log_ratio, to_collector
+        log_ratio, to_collector = (torch.where(empty, 0, x) for x in both)
+    clipped = log_ratio.clamp(*log_bounds) != log_ratio
+    if log_dual_clip is None:
         bounded = log_ratio.new_zeros(())
     else:
-        bounded = mean((advantage < 0) & (ratio > upper), mask, log_ratio.dtype)
+        bounded = mean((advantage < 0) & (to_collector > log_dual_clip), mask, log_ratio.dtype)
     if mask is None:
-        log, size = ratio.squeeze(-1), ratio.shape[0]
+        log, size = to_collector.squeeze(-1), to_collector.shape[0]
     else:
-        log, size = torch.where(mask, ratio, -math.inf).flatten(), mask.sum()
+        log, size = torch.where(mask, to_collector, -math.inf).flatten(), mask.sum()
     relative = (log - log.amax(0)).exp()  # which does not overflow
     total, ratios = relative.sum(0), log.exp()
     return {

@@ -96,7 +96,7 @@ class TensorActor(TensorDictModuleBase):
         if isinstance(function, str):
             return None
         written = function(observed)[1]
-        return function.score(written, checks=written[function.action].is_cpu)
+        return function.with_log_prob(written, checks=written[function.action].is_cpu)
 
     def train(self, mode: bool = True) -> TensorActor:
         """Set the mode of the actor and of its modules."""

@@ -23,17 +23,8 @@ from ppokit._batch import (
     in_keys_of,
     recurrent_states,
 )
-from ppokit._compiling import (
-    Budget,
-    Compiled,
-    CompiledFunction,
-    NoGraphError,
-    are_same,
-    attributes_of,
-    check_options,
-    have_hooks,
-    modules_of,
-)
+from ppokit._calls import are_same, attributes_of, have_hooks, modules_of
+from ppokit._compiling import Budget, Compiled, CompiledFunction, NoGraphError, check_options
 from ppokit.policies.tensor_policy import call_on_tensordict, find_tensor_policy
 
 WORTH = 300  # calls of a graph within batches, after which it is captured without guards
@@ -183,7 +174,7 @@ def _function_of(
             if not isinstance(function, str):
                 transformed, written = function(entries)
                 if total:  # else the whole batch is scored at once
-                    written = function.score(written, checks=False)
+                    written = function.with_log_prob(written, checks=False)
             else:
                 step = TensorDict(entries, values[0].shape[:ndim], device=values[0].device)
                 transformed, written = call_on_tensordict(policy, transform, step, {})

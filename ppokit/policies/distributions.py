@@ -57,7 +57,7 @@ class Normal(_Known):
         self.loc, self.scale, self._event_dims = loc, scale, min(event_dims, loc.ndim)
         self._log_scale = scale.log()
 
-    def scores(self, action: Tensor) -> bool:
+    def has_log_prob_of(self, action: Tensor) -> bool:
         """Return whether the formulas hold for an action of this shape and dtype."""
         return action.shape == self.loc.shape and action.dtype == self.loc.dtype
 
@@ -184,7 +184,7 @@ class Categorical(_Known):
     def __init__(self, logits: Tensor, mask: Tensor | None = None) -> None:
         self.logits = logits if mask is None else logits.masked_fill(~mask, -math.inf)
 
-    def scores(self, action: Tensor) -> bool:
+    def has_log_prob_of(self, action: Tensor) -> bool:
         """Return whether the formulas hold for an action of this shape and dtype."""
         return action.shape == self.logits.shape[:-1] and not action.is_floating_point()
 
@@ -221,7 +221,7 @@ class Categorical(_Known):
 class OneHot(Categorical):
     """A choice that a batch stores as a one-hot vector ``[*B, F]``."""
 
-    def scores(self, action: Tensor) -> bool:
+    def has_log_prob_of(self, action: Tensor) -> bool:
         """Return whether the formulas hold for an action of this shape and dtype."""
         return action.shape == self.logits.shape
 

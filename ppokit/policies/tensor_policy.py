@@ -66,7 +66,7 @@ class TensorPolicy(NamedTuple):
                     f"{[*first[1]]}: expand it over the batch, as scale.expand_as(loc) does."
                 )
 
-    def score(self, written: Entries, *, checks: bool) -> Entries:
+    def with_log_prob(self, written: Entries, *, checks: bool) -> Entries:
         """Return what the policy writes, in a step or a batch; raise if parameters are not finite.
 
         The stored action gives the log-probability, as in the loss: near the bounds of a
@@ -74,13 +74,13 @@ class TensorPolicy(NamedTuple):
         device.
         """
         distribution = self.family(*[written[key] for key in self.parameters])
-        score = distribution.log_prob(written[self.action])
-        if checks and not math.isfinite(score.sum().item()):
+        log_prob = distribution.log_prob(written[self.action])
+        if checks and not math.isfinite(log_prob.sum().item()):
             numbers = dict(zip(self.parameters, distribution.parameters(), strict=False))
-            numbers[self.log_prob or "log-probability of the action"] = score
+            numbers[self.log_prob or "log-probability of the action"] = log_prob
             check_numbers(numbers, self.parameters)
         stored = {key: written[key] for key in (*self.written, self.action)}
-        return stored if self.log_prob is None else stored | {self.log_prob: score}
+        return stored if self.log_prob is None else stored | {self.log_prob: log_prob}
 
 
 def find_tensor_policy(

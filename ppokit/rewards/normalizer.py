@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-#: buffers of R with one entry for each trajectory or environment
 MOST_WRITTEN = 64  # batches that are remembered
+#: buffers of R with one entry for each trajectory or environment
 _RESIZED = ("open_ids", "open_returns", "env_returns")
 
 

@@ -12,7 +12,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._batch import Options, valid_mask
-from ppokit._compiling import check_options, modules_of, parameters_of
+from ppokit._calls import modules_of, parameters_of
+from ppokit._compiling import check_options
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
 

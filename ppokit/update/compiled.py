@@ -12,20 +12,8 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from ppokit._batch import Options, State, StateDict, is_functional
-from ppokit._calls import hooks_in
-from ppokit._compiling import (
-    REST,
-    Budget,
-    Compiled,
-    CompiledFunction,
-    NoGraphError,
-    are_same,
-    attributes_of,
-    have_hooks,
-    layout_of,
-    modules_of,
-    parameters_of,
-)
+from ppokit._calls import are_same, attributes_of, have_hooks, hooks_in, modules_of, parameters_of
+from ppokit._compiling import REST, Budget, Compiled, CompiledFunction, NoGraphError, layout_of
 from ppokit.update.cuda_graph import ReplayedStep
 from ppokit.update.graph import Outputs, Settings, Structure, graph_of
 from ppokit.update.optimizers import STATE, groups_of
@@ -96,8 +84,8 @@ class CompiledStep:
         self._own: set[tuple[Structure, Hashable]] = set()  # layouts with a graph of their own
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
         self._replayed: dict[Hashable, ReplayedStep] = {}
-        self._in_a_row: tuple[Hashable, int] = (None, 0)
-        self._has_missed = False  # captures of a key and layout
+        self._in_a_row: tuple[Hashable, int] = (None, 0)  # captures of a key and layout
+        self._has_missed = False
         self._without_state = 0  # calls in a row: the optimizer had none of what a graph trains
         self._doubt: str | None = None  # why the losses could not be traced; they may raise eagerly
         self.begin()

@@ -20,6 +20,11 @@ Number = Any  # a tensor [] in a graph and on a device, otherwise a number
 Flag = Any  # likewise, a bool
 
 
+def not_(flag: Flag) -> Flag:
+    """Negate a bool, or a tensor of one: ``not`` would read the tensor."""
+    return flag ^ True
+
+
 class Limits(NamedTuple):
     """The limits of a minibatch."""
 
@@ -60,23 +65,24 @@ def decide(
     """Decide by the sum of the losses, the squared norm of the gradients and two KLs.
 
     The KLs are the stopper's, and the loss's ``"kl"``: a clipped loss is finite where the ratio is
-    not. All are tensors ``[]``, or numbers with ``math.isfinite``; ``^ True`` negates both kinds of
-    bools. A KL that is not finite stops the update. If the losses are not finite either, and that
-    is checked, the step is skipped instead.
+    not. All are tensors ``[]``, or numbers with ``math.isfinite``. A KL that is not finite stops
+    the update. If the losses are not finite either, and that is checked, the step is skipped
+    instead.
     """
     kl, kl_of_loss = kls
-    exceeded = ((kl <= limits.kl) & isfinite(kl) ^ True) & limits.is_due
-    finite = exceeded | (exceeded ^ True)
+    exceeded = not_((kl <= limits.kl) & isfinite(kl)) & limits.is_due
+    finite = exceeded | not_(exceeded)
     if limits.nonfinite is not None:
         finite_total = isfinite(total)
         exceeded = exceeded & (isfinite(kl) | finite_total)
         # Adam would keep an infinite square forever.
         finite = finite_total & isfinite(kl_of_loss) & isfinite(square)
-    stepped = finite & (exceeded ^ True) & (halted ^ True)
+    stepped = finite & not_(exceeded) & not_(halted)
     halts = halted | exceeded
     if limits.nonfinite == "raise":
-        halts = halts | (finite ^ True)
-    return Decision(stepped, finite, exceeded, kl, (stepped | exceeded) > halted, halts)
+        halts = halts | not_(finite)
+    counts = (stepped | exceeded) & not_(halted)
+    return Decision(stepped, finite, exceeded, kl, counts, halts)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -298,6 +299,37 @@ def test_threads_share_a_tensor_actor(monkeypatch: pytest.MonkeyPatch):
     sys.setswitchinterval(before)
     assert len(found) == 2_000
     assert not forms
+
+
+class Clamped(nn.Linear):
+    """Looks at its input, which no graph holds."""
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input.clamp(-1, 1) if input.abs().max() > 1e9 else input)
+
+
+@pytest.mark.filterwarnings("ignore:The policy is not compiled:RuntimeWarning")
+def test_threads_share_a_tensor_actor_that_no_graph_holds():
+    """A call of one thread does not end the capture of another."""
+    errors: list[Exception] = []
+
+    def act(lean: TensorActor, delay: float) -> None:
+        time.sleep(delay)
+        try:
+            lean(TensorDict({"observation": torch.ones(5, 3)}, [5]))
+        except Exception as error:
+            errors.append(error)
+
+    with set_exploration_type(ExplorationType.RANDOM):  # of all threads
+        for trial in range(4):
+            lean = TensorActor(with_layer(Clamped), compile={"backend": "eager"})
+            delays = [0.02 * trial * n for n in range(4)]
+            threads = [threading.Thread(target=act, args=(lean, delay)) for delay in delays]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert errors == []
 
 
 class Config:

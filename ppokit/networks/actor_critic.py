@@ -81,7 +81,8 @@ def actor_critic(
         device: of the modules; None for the environment's, or the CPU.
 
     Shape:
-        - observations ``[*B, *shape]`` of any dtype; bytes are divided by 255, and choices become
+        - observations ``[*B, *shape]`` of any dtype; bytes are divided by the largest that
+          the space has (0 by 1), and choices become
           one-hot. An array of three dimensions (of two, if bytes) with sides of at least 36 is an
           image.
         - action ``[*B, *action]``, its log-probability ``[*B]``, ``"state_value"`` ``[*B, 1]``.

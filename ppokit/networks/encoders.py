@@ -50,31 +50,51 @@ class Joined(nn.ModuleList):
         return torch.cat([module(x) for module, x in zip(self, inputs, strict=True)], -1)
 
 
+class Numbers(nn.Module):
+    """An observation in torch's default dtype; bytes are divided by the largest of their space.
+
+    Floats that a transform has made of bytes are not.
+
+    Args:
+        largest: of each byte ``[*shape]``, of which 0 divides by 1; None for other numbers.
+    """
+
+    scale: Tensor | None
+
+    def __init__(self, largest: Tensor | None) -> None:
+        super().__init__()
+        scale = None if largest is None else 1 / largest.clamp_min(1).to(torch.get_default_dtype())
+        if scale is not None and (scale == scale.flatten()[0]).all():
+            scale = scale.flatten()[0].clone()
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the numbers, in the same shape."""
+        number = x.to(torch.get_default_dtype())
+        return number * self.scale if x.dtype is torch.uint8 and self.scale is not None else number
+
+
 class Flatten(nn.Module):
-    """An observation as one vector, in torch's default dtype; bytes are divided by 255.
+    """An observation as one vector.
 
     Args:
         dims: dimensions of an observation.
-        scale: that numbers are multiplied by.
+        numbers: makes numbers of it.
         choices: of indices, which become one-hot vectors; 0 for other observations.
     """
 
-    def __init__(self, dims: int, scale: float = 1.0, choices: int = 0) -> None:
+    def __init__(self, dims: int, numbers: Numbers, choices: int = 0) -> None:
         super().__init__()
-        self.dims, self.scale, self.choices = dims, scale, choices
-        self.is_vector = dims == 1 and scale == 1 and not choices
+        self.dims, self.numbers, self.choices = dims, numbers, choices
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[*B, F]`` for ``[*B, *shape]``."""
-        if self.is_vector:
-            return x.to(torch.get_default_dtype())
         dims = self.dims
-        if self.choices or not dims:
-            x, dims = x.unsqueeze(-1), dims + 1
-        if self.choices:
-            x = x == torch.arange(self.choices, device=x.device)
-        x = x.flatten(-dims).to(torch.get_default_dtype())
-        return x if self.scale == 1 else x * self.scale
+        if not self.choices:
+            x = self.numbers(x)
+            return x.flatten(-dims) if dims else x.unsqueeze(-1)
+        one_hot = x.unsqueeze(-1) == torch.arange(self.choices, device=x.device)
+        return self.numbers(one_hot.flatten(-dims - 1))
 
 
 class NatureCNN(nn.Module):
@@ -83,12 +103,12 @@ class NatureCNN(nn.Module):
     Args:
         shape: of an image, ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``.
         channel_dim: the dimension C in it; None for one channel.
-        scale: that pixels are multiplied by.
+        numbers: makes numbers of its pixels.
     """
 
-    def __init__(self, shape: torch.Size, channel_dim: int | None, scale: float) -> None:
+    def __init__(self, shape: torch.Size, channel_dim: int | None, numbers: Numbers) -> None:
         super().__init__()
-        self.dims, self.channel_dim, self.scale = len(shape), channel_dim, scale
+        self.dims, self.channel_dim, self.numbers = len(shape), channel_dim, numbers
         channels = 1 if channel_dim is None else shape[channel_dim]
         layers: list[nn.Module] = []
         for outputs, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
@@ -102,8 +122,8 @@ class NatureCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return features ``[*B, 512]`` of images."""
         batch = x.shape[: x.ndim - self.dims]
-        x = self._channels_first(x.reshape(-1, *x.shape[x.ndim - self.dims :]))
-        features = self.linear(self.convolutions(x.to(torch.get_default_dtype()) * self.scale))
+        images = self.numbers(x.reshape(-1, *x.shape[x.ndim - self.dims :]))
+        features = self.linear(self.convolutions(self._channels_first(images)))
         return features.reshape(*batch, 512)
 
     def _channels_first(self, x: Tensor) -> Tensor:
@@ -113,21 +133,23 @@ class NatureCNN(nn.Module):
 def _input(spec: TensorSpec) -> nn.Module:
     if type(spec) in (Categorical, MultiCategorical):  # a Binary is a subclass
         several, known = isinstance(spec, MultiCategorical), cast("Any", spec)
-        return Flatten(spec.ndim, choices=int(known.nvec.max()) if several else known.space.n)
+        choices = int(known.nvec.max()) if several else known.space.n
+        return Flatten(spec.ndim, Numbers(None), choices)
     if isinstance(spec, Stacked):
         raise TypeError(
             f"Observation {spec} is no array. Flatten it with gymnasium's FlattenObservation, or "
             "leave it out of in_keys."
         )
     shape, is_bytes = spec.shape, spec.dtype is torch.uint8
-    scale = 1 / 255 if is_bytes else 1.0
+    space: Any = spec.space
+    numbers = Numbers(space.high.expand(shape) if is_bytes else None)
     if len(shape) == 3:
         channel_dim = 2 if shape[2] < min(shape[:2]) else 0
         if min(side for dim, side in enumerate(shape) if dim != channel_dim) >= _SMALLEST_IMAGE:
-            return NatureCNN(shape, channel_dim, scale)
+            return NatureCNN(shape, channel_dim, numbers)
     if len(shape) == 2 and is_bytes and min(shape) >= _SMALLEST_IMAGE:
-        return NatureCNN(shape, None, scale)
-    return Flatten(len(shape), scale)
+        return NatureCNN(shape, None, numbers)
+    return numbers if len(shape) == 1 else Flatten(len(shape), numbers)
 
 
 def orthogonal(layer: Layer, gain: float = math.sqrt(2)) -> Layer:

@@ -257,11 +257,38 @@ def test_an_observed_choice_is_one_hot_in_the_network(categorical: bool):
     assert torch.equal(encode(observed), one_hot.float())
 
 
-def test_bytes_are_divided_by_255():
-    _, critic = actor_critic((spaces.Box(0, 255, (2,), np.uint8), CHOICE))
-    encode = critic.module[0]
-    pixels = torch.tensor([[0, 255], [51, 102]], dtype=torch.uint8)
-    torch.testing.assert_close(encode(pixels), torch.tensor([[0.0, 1.0], [0.2, 0.4]]))
+def bytes_up_to(*largest: int) -> spaces.Box:
+    return spaces.Box(np.zeros(2, np.uint8), np.array(largest, np.uint8), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        (bytes_up_to(255, 255), [[0.0, 1.0], [0.2, 0.4]]),
+        (bytes_up_to(2, 2), [[0.0, 1.0], [0.5, 0.5]]),
+        (bytes_up_to(5, 0), [[0.0, 0.0], [1.0, 0.0]]),
+        (spaces.Box(0, 2, (2,), np.int8), [[0.0, 2.0], [1.0, 1.0]]),
+    ],
+    ids=str,
+)
+def test_bytes_are_divided_by_the_largest_of_their_space(space: spaces.Box, expected: Any):
+    """Within a Dict, too; floats that a transform has made of them are not."""
+    values = torch.as_tensor(space.high).float() * torch.tensor(expected)
+    values = torch.tensor(expected) if space.dtype == np.int8 else values.round()
+    for observations in (space, spaces.Dict(a=space, b=spaces.Box(0, 1, (1,)))):
+        _, critic = actor_critic((observations, CHOICE))
+        first = critic.module[0]
+        encode = first if isinstance(observations, spaces.Box) else first[0]
+        given = values.to(torch.uint8 if space.dtype == np.uint8 else torch.int8)
+        torch.testing.assert_close(encode(given), torch.tensor(expected))
+        torch.testing.assert_close(encode(values), values)
+        assert not [key for key in critic.state_dict() if "scale" in key]
+
+
+def test_pixels_are_divided_by_the_largest_of_their_space():
+    image = torch.randint(0, 8, (2, 36, 40, 3), dtype=torch.uint8)
+    _, critic = actor_critic((spaces.Box(0, 7, (36, 40, 3), np.uint8), CHOICE))
+    torch.testing.assert_close(critic.module(image), critic.module(image / 7))
 
 
 def test_a_layout_of_an_image_is_the_same_image():

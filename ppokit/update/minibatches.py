@@ -26,7 +26,7 @@ from ppokit.sequences.batcher import BUCKETS, SequenceBatcher
 from ppokit.sequences.cutting import Lengths
 from ppokit.update.keys import count_frames
 
-AT_ONCE = 65_536  # frames that are gathered together, at most
+AT_ONCE = 2**23  # bytes that are gathered together: beside images, those of small frames
 
 
 class ShuffledMinibatches:
@@ -75,7 +75,9 @@ class FrameMinibatches(ShuffledMinibatches):
         """Yield minibatches of these sizes, and how many frames are in each."""
         is_shuffled = self.shuffle and len(sizes) > 1  # a minibatch of all frames has no order
         order = self._order(elements) if is_shuffled else None
-        start, several = 0, max(1, AT_ONCE // sizes[0])
+        tensors = (x for x in elements.values(True, True) if isinstance(x, torch.Tensor))
+        held = sum(x.numel() * x.element_size() for x in tensors)
+        start, several = 0, max(1, AT_ONCE * len(elements) // (held * sizes[0] or 1))
         for first in range(0, len(sizes), several):
             some = sizes[first : first + several]
             at = slice(start, start + sum(some))

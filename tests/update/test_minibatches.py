@@ -32,6 +32,25 @@ class Plain(TensorDictModuleBase):
         return TensorDict({"loss_any": torch.stack(products).sum()})
 
 
+class Sizes(Plain):
+    """Notes the bytes of the memory that its minibatch is a part of."""
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        self.seen.append(minibatch["x"].untyped_storage().nbytes())
+        return TensorDict({"loss_any": self.weights[0].sum()})
+
+
+@pytest.mark.parametrize("shape", [(84, 84, 4), (4,)])
+def test_few_bytes_are_gathered_together(shape: tuple[int, ...]):
+    """An epoch over images does not copy the whole batch."""
+    loss = Sizes()
+    batch = TensorDict({"x": torch.zeros(1024, *shape, dtype=torch.uint8)}, [1024])
+    update_plain(loss, batch, minibatch_size=64)
+    whole = batch["x"].untyped_storage().nbytes()
+    assert len(loss.seen) == 16
+    assert max(loss.seen) == whole if len(shape) == 1 else max(loss.seen) <= 2**23 < whole
+
+
 def update_plain(loss: nn.Module, batch: TensorDictBase | None = None, **options: Any) -> Any:
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
     batch = TensorDict({"x": torch.arange(10)}, [10]) if batch is None else batch

@@ -264,14 +264,16 @@ def _make_recorder(make_env: Any, seed: int) -> RenderCollection | None:
         os.environ.setdefault("MUJOCO_GL", "egl")
         if not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    is_id = isinstance(make_env, str)
+    # not of drawing; the environment of an id may lack the argument render_mode
+    others = gym.error.UnregisteredEnv, NameError, LookupError, *(() if is_id else (TypeError,))
     try:
-        is_id = isinstance(make_env, str)
         env = gym.make(make_env, render_mode="rgb_array") if is_id else make_env()
         recorder = RenderCollection(env, pop_frames=False, reset_clean=False)
         recorder.reset(seed=seed)
         if recorder.frame_list[0] is None:
             raise RuntimeError("render() returned None")
-    except (gym.error.UnregisteredEnv, NameError, TypeError, LookupError):  # not of drawing
+    except others:
         raise
     except Exception as error:  # MuJoCo raises an AttributeError without OpenGL
         reason = f"There are no pictures, because the environment cannot be drawn here: {error!r}"

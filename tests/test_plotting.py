@@ -269,6 +269,10 @@ def test_environments_that_cannot_be_drawn_warn_or_raise(monkeypatch: pytest.Mon
     for kind, error in ((Unseen, "AttributeError"), (Blank, r"RuntimeError\(.render\(\) ret")):
         with pytest.warns(UserWarning, match=f"cannot be drawn here: {error}"):
             assert record_episode(partial(kind, 3), more_often_1()) == []
+    gym.register("NoRenderMode-v0", partial(Counts, 3))
+    with pytest.warns(UserWarning, match="cannot be drawn here: TypeError"):
+        assert record_episode("NoRenderMode-v0", more_often_1()) == []
+    gym.registry.pop("NoRenderMode-v0")
     monkeypatch.setitem(sys.modules, "pygame", None)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     with pytest.warns(UserWarning, match="cannot be drawn here: DependencyNotInstalled"):

@@ -83,8 +83,8 @@ def actor_critic(
     Shape:
         - observations ``[*B, *shape]`` of any dtype; bytes are divided by the largest that
           the space has (0 by 1), and choices become
-          one-hot. An array of three dimensions (of two, if bytes) with sides of at least 36 is an
-          image.
+          one-hot. An array of three or four dimensions (of two, if bytes) with neighbours of at
+          least 36 is an image; its other dimensions are channels.
         - action ``[*B, *action]``, its log-probability ``[*B]``, ``"state_value"`` ``[*B, 1]``.
 
     Returns:

@@ -101,15 +101,15 @@ class NatureCNN(nn.Module):
     """The convolutions of Mnih et al., 2015 (Nature 518, Methods), and 512 units.
 
     Args:
-        shape: of an image, ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``.
-        channel_dim: the dimension C in it; None for one channel.
+        shape: of an image or a stack of images: H and W, and channels before or behind them.
+        height_dim: the dimension H in it, before W.
         numbers: makes numbers of its pixels.
     """
 
-    def __init__(self, shape: torch.Size, channel_dim: int | None, numbers: Numbers) -> None:
+    def __init__(self, shape: torch.Size, height_dim: int, numbers: Numbers) -> None:
         super().__init__()
-        self.dims, self.channel_dim, self.numbers = len(shape), channel_dim, numbers
-        channels = 1 if channel_dim is None else shape[channel_dim]
+        self.dims, self.height_dim, self.numbers = len(shape), height_dim, numbers
+        channels = math.prod(shape) // math.prod(shape[height_dim : height_dim + 2])
         layers: list[nn.Module] = []
         for outputs, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             layers += [orthogonal(nn.Conv2d(channels, outputs, size, stride)), nn.ReLU()]
@@ -127,7 +127,10 @@ class NatureCNN(nn.Module):
         return features.reshape(*batch, 512)
 
     def _channels_first(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(1) if self.channel_dim is None else x.movedim(self.channel_dim + 1, 1)
+        height = self.height_dim + 1
+        return (
+            x.movedim((height, height + 1), (-2, -1)).flatten(1, -3) if x.ndim > 3 else x[:, None]
+        )
 
 
 def _input(spec: TensorSpec) -> nn.Module:
@@ -143,12 +146,11 @@ def _input(spec: TensorSpec) -> nn.Module:
     shape, is_bytes = spec.shape, spec.dtype is torch.uint8
     space: Any = spec.space
     numbers = Numbers(space.high.expand(shape) if is_bytes else None)
-    if len(shape) == 3:
-        channel_dim = 2 if shape[2] < min(shape[:2]) else 0
-        if min(side for dim, side in enumerate(shape) if dim != channel_dim) >= _SMALLEST_IMAGE:
-            return NatureCNN(shape, channel_dim, numbers)
-    if len(shape) == 2 and is_bytes and min(shape) >= _SMALLEST_IMAGE:
-        return NatureCNN(shape, None, numbers)
+    if len(shape) in (3, 4) or (len(shape) == 2 and is_bytes):
+        # Height and width are the largest neighbours; other dimensions are channels.
+        smaller, height_dim = max((min(x), n) for n, x in enumerate(itertools.pairwise(shape)))
+        if smaller >= _SMALLEST_IMAGE:
+            return NatureCNN(shape, height_dim, numbers)
     return numbers if len(shape) == 1 else Flatten(len(shape), numbers)
 
 

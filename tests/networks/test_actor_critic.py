@@ -308,6 +308,22 @@ def test_a_layout_of_an_image_is_the_same_image():
     torch.testing.assert_close(floats.module(image / 255), expected)
 
 
+@pytest.mark.parametrize("order", ["SHWC", "SCHW", "HWCS", "CHWS"])
+@pytest.mark.parametrize("frames", [4, 1])
+def test_frames_of_a_stack_are_channels(order: str, frames: int):
+    sizes = {"S": frames, "H": 40, "W": 36, "C": 3}
+    shape = [sizes[x] for x in order]
+    stack = torch.randint(0, 256, (5, *shape), dtype=torch.uint8)
+    _, critic = actor_critic((spaces.Box(0, 255, shape, np.uint8), CHOICE), hidden=())
+    merged = [x for x in order if x not in "HW"]
+    image = stack.permute(0, *(1 + order.index(x) for x in (*merged, "H", "W"))).flatten(1, 2)
+    box = spaces.Box(0, 255, image.shape[1:], np.uint8)
+    _, expected = actor_critic((box, CHOICE), hidden=())
+    expected.load_state_dict(critic.state_dict())
+    assert sum(x.numel() for x in critic.parameters()) < 500_000
+    torch.testing.assert_close(critic.module(stack), expected.module(image))
+
+
 def test_in_keys_choose_observations():
     both = spaces.Dict(a=VECTOR, b=spaces.Dict(c=VECTOR))
     _, critic = actor_critic((both, CHOICE), in_keys=[("b", "c")])

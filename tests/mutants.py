@@ -41,6 +41,7 @@ COPIED = (
     "README.md",
     "LICENSE",
     ".github",
+    ".ci",
 )
 SECONDS, SECONDS_OF_SUITE = 120, 600
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -322,14 +322,19 @@ def breaks_graphs(*networks: nn.Module | None) -> bool:
     return any(getattr(part, "recurrent_backend", None) in ("pad", "auto") for part in modules)
 
 
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the innermost modules that read states of a batch and write them."""
+    inner = [x for child in module.children() for x in _owners(child)]
+    own = {*map(as_key, state_keys(module))}
+    # A module that has other names than a part, calls the part with entries that no batch has.
+    is_outer = not own or any(own & {*map(as_key, state_keys(x))} for x in inner)
+    yield from inner if is_outer else [module]
+
+
 def check_own_states(*networks: Policy | None) -> None:
     """Raise a ValueError if two modules keep their states under one name."""
     owners: dict[NestedKey, tuple[Sequence[NestedKey], list[int]]] = {}
-    modules = [part for net in networks if isinstance(net, nn.Module) for part in net.modules()]
-    for module in modules:
-        inner = [part for part in module.modules() if part is not module]
-        if any(hasattr(part, "out_keys") and state_keys(part) for part in inner):
-            continue  # a part has the state, as in a sequence or a TensorActor
+    for module in (x for net in networks if isinstance(net, nn.Module) for x in _owners(net)):
         outputs: list[NestedKey] = [*out_keys_of(module)]
         weights = [id(parameter) for parameter in module.parameters()]
         for key in map(as_key, state_keys(module)):

@@ -43,7 +43,8 @@ class Checked:
         except (IndexError, RuntimeError, TypeError, ValueError):  # it cannot be compared
             is_right = False
         if not is_right:
-            raise ValueError(f"{name or self._name} must {self._expected}, got {value!r}.")
+            given = repr(value) if len(repr(value)) < 200 else f"a {type(value).__name__}"
+            raise ValueError(f"{name or self._name} must {self._expected}, got {given}.")
         return value if self._convert is None or value is None else self._convert(value)
 
 

@@ -35,6 +35,14 @@ class WholeState(_Module):
     version is the class attribute ``_version``, which torch writes into every state.
     """
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Check what ``nn.Module`` would register before it asks the class."""
+        if isinstance(value, nn.Module | nn.Parameter):
+            declared = getattr(type(self), name, None)
+            if isinstance(declared, Checked):
+                declared.check(value)
+        super().__setattr__(name, value)
+
     def load_state_dict(self, state_dict: State, strict: bool = True, assign: bool = False) -> Any:
         """Load a state that :meth:`state_dict` returned, as ``nn.Module`` does.
 

@@ -209,7 +209,8 @@ def float64_gives_the_same(case: BlockCase) -> None:
 def masked_frames_do_not_matter(case: BlockCase) -> None:
     """Zeros, large numbers and NaN in masked frames give the same results and the same state.
 
-    The gradients of entries without a dimension of frames, such as losses, are also the same.
+    The gradients of entries without a dimension of frames, such as losses, are also the same. These
+    entries, where they are single numbers, and the buffers are as without the masked frames.
     """
     if not case.batch(1).ndim:
         return
@@ -246,6 +247,25 @@ def masked_frames_do_not_matter(case: BlockCase) -> None:
         for other in others:
             _assert_close(key, other[0][at], zeros[0][at])
             _assert_close(key, other[1], zeros[1])
+    if case.batch(1).shape[-1] > 1:
+        _assert_same_without(case, valid)
+
+
+def _assert_same_without(case: BlockCase, valid: Tensor) -> None:
+    """Compare a batch whose last steps are masked with one that ends before them."""
+    block, short, batch = case.make(), case.make(), case.batch(1)
+    without: Any = batch[..., :-1]
+    expected = call(short, without.clone())
+    found = call(block, batch.set(MASK_KEY, valid))
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    for key in _out_keys(block):
+        value = found.get(key)
+        if value.numel() == 1:
+            _assert_close(
+                f"{key!r} without the masked frames", value, expected.get(key), **tolerance
+            )
+    for (name, buffer), other in zip(block.named_buffers(), short.buffers(), strict=True):
+        _assert_close(f"the buffer {name!r} without the masked frames", buffer, other, **tolerance)
 
 
 CHECKS: tuple[Callable[[BlockCase], None], ...] = (

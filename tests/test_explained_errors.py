@@ -13,7 +13,14 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    GymCollector,
+    KLEarlyStopper,
+    ObservationNormalizer,
+    evaluate,
+)
 from ppokit.networks import actor_critic
 
 
@@ -81,6 +88,35 @@ def test_the_advice_on_dtypes_is_given_for_dtypes_alone():
     with pytest.raises(ValueError, match=r"'observation' \[8, 5\].*layer takes 4") as error:
         loss(batch)
     assert "dtype." not in str(error.value)
+
+
+ACTOR, CRITIC = actor_critic("CartPole-v1")
+BOX, CHOICE = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
+SWAPPED: dict[str, tuple[Any, type[Exception], str]] = {
+    "actor and critic": (
+        *(lambda: DualClipPPOLoss(CRITIC, ACTOR), TypeError),  # pyright: ignore
+        r"a policy with get_dist\(\).*ValueOperator.*\(actor, critic\)",
+    ),
+    "policy and environment": (
+        *(lambda: evaluate(ACTOR, "CartPole-v1"), TypeError, "make_env must be the id of"),
+    ),
+    "a space as shape": (lambda: ObservationNormalizer(-1), ValueError, r"such as \(4,\); got -1"),
+    "a loss as limit": (
+        *(lambda: KLEarlyStopper(CRITIC), ValueError),  # pyright: ignore
+        "target_kl must be positive, got a ValueOperator",
+    ),
+    "spaces apart": (
+        *(lambda: actor_critic(BOX, CHOICE), TypeError),  # pyright: ignore
+        r"as a pair: actor_critic\(\(observations, actions\)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), SWAPPED.values(), ids=SWAPPED.keys())
+def test_swapped_arguments_are_named(call: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        call()
+    assert actor_critic("CartPole-v1", in_keys="observation")[0].in_keys == ["observation"]
 
 
 class WorldModel(gym.Env):

@@ -48,6 +48,33 @@ class Good(TensorDictModuleBase):
         return tensordict.set("y", x * self.weight * self.seen)
 
 
+class CountsAll(TensorDictModuleBase):
+    """Divides by masked frames, too: in a loss, or in a buffer."""
+
+    seen: Tensor
+
+    def __init__(self, in_state: bool) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["x"], ["loss_any"]
+        self.register_buffer("seen", torch.tensor(0.0))
+        self.in_state = in_state
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        mask, x = tensordict.get(("collector", "mask"), None), tensordict["x"].square().sum(-1)
+        valid = x if mask is None else x[mask]
+        self.seen += tensordict.numel() if self.in_state else 1
+        loss = valid.mean() if self.in_state else valid.sum() / x.numel()
+        return TensorDict({"loss_any": loss})
+
+
+@pytest.mark.parametrize("in_state", [False, True])
+def test_a_block_that_counts_masked_frames_is_found(in_state: bool):
+    case = BlockCase(lambda: CountsAll(in_state), batch, required=["x"])
+    name = "buffer 'seen'" if in_state else "'loss_any'"
+    with pytest.raises(AssertionError, match=f"{name} without the masked frames"):
+        check_block(case)
+
+
 GOOD: dict[str, Any] = {
     "batch": batch,
     "required": ["x"],

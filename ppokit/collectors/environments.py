@@ -15,6 +15,7 @@ import torchrl.envs.libs.utils as torchrl_gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from tensordict.utils import NestedKey
+from torch import nn
 from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit._checks import whole
@@ -250,7 +251,8 @@ def make_envs(
     if not makers:
         raise ValueError("make_env is an empty list: give one id or function per environment.")
     for maker in makers:
-        if not (isinstance(maker, str if is_list else str | VectorEnv) or callable(maker)):
+        is_maker = callable(maker) and not isinstance(maker, nn.Module)  # which would be a policy
+        if not (is_maker or isinstance(maker, str if is_list else str | VectorEnv)):
             raise TypeError(
                 "make_env must be the id of an environment, a function that makes one, a list of "
                 f"these, or a gymnasium VectorEnv; got {type(maker).__name__}."

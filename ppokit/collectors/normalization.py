@@ -103,9 +103,11 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         group: ProcessGroup | None = None,
     ) -> None:
         resolve_group(group)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if not all(isinstance(x, int) and x >= 0 for x in sizes):
+            raise ValueError(f"shape must be that of one observation, such as (4,); got {shape!r}.")
         out_key = in_key if out_key is None else out_key
-        super().__init__(Standardize(shape, clip, epsilon), [as_key(in_key)], [as_key(out_key)])
+        super().__init__(Standardize(sizes, clip, epsilon), [as_key(in_key)], [as_key(out_key)])
         self.mask_key, self.group = as_key(mask_key), group
 
     clip, epsilon = _of_module("clip"), _of_module("epsilon")
@@ -245,6 +247,7 @@ class Standardize(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("rate", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("frozen", torch.tensor(False))
+        self.register_load_state_dict_post_hook(Standardize._update_rate)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` at mean 0 and standard deviation 1."""
@@ -278,12 +281,13 @@ class Standardize(nn.Module):
         self._update_rate()
 
     @torch.no_grad()
-    def _update_rate(self) -> None:
-        self.rate.copy_((self.variance() + self.epsilon).rsqrt())
+    def _update_rate(self, *_: object) -> None:
+        rate = (self.variance() + self.epsilon).rsqrt()
+        self.rate.copy_(torch.where(self.count > 0, rate, 1))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "epsilon" and "rate" in self._buffers and self.count.any():
+        if name == "epsilon" and "frozen" in self._buffers:
             self._update_rate()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Standardize:

@@ -119,6 +119,9 @@ def actor_critic(
             f"activation must be one of {[*_LAYERS]} or a function that makes a module, such "
             f"as nn.Mish; got {activation!r}."
         )
+    if isinstance(hidden, spaces.Space):
+        raise TypeError("Give both spaces as a pair: actor_critic((observations, actions)).")
+    in_keys = [in_keys] if isinstance(in_keys, str) else in_keys
     critic_hidden = hidden if critic_hidden is None else critic_hidden
     for name, sizes in (("hidden", hidden), ("critic_hidden", critic_hidden)):
         if not (isinstance(sizes, Sequence) and all(isinstance(x, int) and x > 0 for x in sizes)):

@@ -43,6 +43,7 @@ from ppokit._batch import (
     key_parts,
     missing_entry,
     per_frame,
+    state_keys,
     stored_keys,
     takes_tensordict,
     time_dim,
@@ -184,6 +185,12 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}
         check_arguments(own | kwargs)
         check_own_states(actor_network, critic_network)
+        if isinstance(actor_network, torch.nn.Module) and not hasattr(actor_network, "get_dist"):
+            raise TypeError(
+                f"actor_network must be a policy with get_dist(), such as torchrl's "
+                f"ProbabilisticActor; got {type(actor_network).__name__}. Its order is "
+                "DualClipPPOLoss(actor, critic)."
+            )
         if critic_network is None:
             kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised
         # An integer would make a buffer that holds integers only.
@@ -327,7 +334,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             kept = {"is_init", *map(as_key, self._loss_mask_keys())}
             keys, valid = self.entries(minibatch), per_frame(mask, minibatch.ndim)
             networks = self.actor_network, self.critic_network
-            recurrent = [x for x in networks if x is not None and is_recurrent(x)]
+            recurrent = [x for x in networks if is_recurrent(x) or state_keys(x)]
             # A recurrent network goes through frames that are masked before a valid one.
             read = {as_key(key) for network in recurrent for key in in_keys_of(network)} - kept
             _fill_padding(minibatch, valid, valid, [key for key in keys if key not in read | kept])

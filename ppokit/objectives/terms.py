@@ -30,6 +30,7 @@ from ppokit.policies.distributions import (
     Categorical,
     KnownDistribution,
     Normal,
+    bernoulli_kl,
     find_family,
     sum_of_heads,
 )
@@ -186,6 +187,8 @@ def _divergence(old: Any, new: Any) -> Tensor | None:
         return Normal(old.loc, old.scale, event_dims=0).kl(new)
     if isinstance(old, _CHOICES) and isinstance(new, _CHOICES):
         return Categorical(old.logits).kl(Categorical(new.logits))
+    if isinstance(old, d.Bernoulli) and isinstance(new, d.Bernoulli):
+        return bernoulli_kl(old.logits, new.logits)
     if isinstance(old, d.Independent) and isinstance(new, d.Independent):
         inner = _divergence(old.base_dist, new.base_dist)
         dims = tuple(range(-old.reinterpreted_batch_ndims, 0))

@@ -171,6 +171,15 @@ class TanhNormal(Normal):
         return slope if self._interval is None else slope + self._interval[1].log()
 
 
+def bernoulli_kl(old: Tensor, new: Tensor) -> Tensor:
+    r"""Return KL(old || new) of bits with these logits, which is finite where a bit is certain.
+
+    .. math:: p \log \frac{p}{q} + (1 - p) \log \frac{1 - p}{1 - q}
+    """
+    log = F.logsigmoid
+    return old.sigmoid() * (log(old) - log(new)) + (-old).sigmoid() * (log(-old) - log(-new))
+
+
 class Categorical(_Known):
     r"""A choice of one of F, from unnormalized log-probabilities.
 

@@ -130,7 +130,10 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         scale = torch.where(above, one / self.factor, torch.where(below, one * self.factor, one))
         groups = self.optimizer.param_groups
         # All of them before one is written: groups may share a tensor.
-        rates = [(scale * group["lr"]).clamp(*self.bounds) for group in groups]
+        rates = [
+            torch.where(scale == 1, group["lr"], (scale * group["lr"]).clamp(*self.bounds))
+            for group in groups
+        ]
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], Tensor) and group["lr"].device == rate.device:
                 group["lr"].copy_(rate)

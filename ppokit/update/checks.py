@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +70,15 @@ def check_groups_of_ranks(blocks: Mapping[str, object], group: ProcessGroup | No
     for name, block in blocks.items():
         if getattr(block, "group", group) is not group:
             raise ValueError(f"The {name} has another group than the step: pass group= to both.")
+
+
+def numbers_in(losses: TensorDictBase, tensors: Sequence[Tensor]) -> list[NestedKey]:
+    """Return the keys of the single numbers that lie in the memory of these tensors."""
+    memory = {x.untyped_storage().data_ptr() for x in tensors}
+    single = [
+        (k, x) for k, x in losses.items(True, True) if isinstance(x, Tensor) and x.numel() == 1
+    ]
+    return [key for key, x in single if x.untyped_storage().data_ptr() in memory]
 
 
 def check_trained(loss: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -47,6 +47,7 @@ from ppokit.update.checks import (
     check_trained,
     loss_names,
     nonfinite_error,
+    numbers_in,
     total_and_kls,
 )
 from ppokit.update.compiled import CompiledStep, Request
@@ -180,6 +181,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         check_tensordict(tensordict, who="TrainingStep")
         self.check_settings()
         self._is_checked, self._numbers = False, None
+        self._aliases: list[NestedKey] = []  # of the losses: parameters
         if self._unread.is_full or len(self._unread) >= MOST_CALLS:
             self._settle_and_check()
         replays = self.graphs is not None and self.graphs.replays
@@ -393,7 +395,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                     self.graphs.note_eager_losses()
             if not self._is_checked:
                 self.check_losses(losses, self._adaptive_key)
+                self._aliases = numbers_in(losses, self.parameters_to_train)
                 self._is_checked = True
+            if self._aliases:  # their values are those before the step
+                found = {key: losses.get(key, None) for key in self._aliases}
+                copies = {key: x.clone() for key, x in found.items() if x is not None}
+                losses = losses.copy().update(copies)
             if not self.stopped:
                 self._backward(losses, weight)
         except Exception as error:
@@ -518,6 +525,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 scaler.update(None if overflows else scaler.get_scale())
             optimizer.zero_grad()
             self._note_optimizer_step()
+        self._forget_casts()
         if decision.exceeded and stopper is not None:
             stopper.stop(decision.kl)
             decision = decision._replace(finite=True)
@@ -538,12 +546,18 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             step_where(flags[0].bool(), self.optimizer)
             self.optimizer.zero_grad()
             self._note_optimizer_step()
+        self._forget_casts()
         self.counts, self._halted = flags[4], flags[5:]
         if outcome.losses is not None:
             outcome.losses = outcome.losses.detach()
         outcome.flags = flags
         self._unread.add(minibatch, outcome)
         return outcome
+
+    def _forget_casts(self) -> None:
+        """Have parameters cast again: an autocast around the call keeps its casts until its end."""
+        if torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()
 
     def _outcome_after_stop(self, losses: TensorDictBase | None) -> Outcome:
         """Return the outcome of a minibatch after a stop, which is not trained on.

@@ -56,6 +56,18 @@ def test_a_batch_is_normalized_by_the_statistics_before_it():
     torch.testing.assert_close(norm.variance, x.var(0, correction=0))
 
 
+def test_a_loaded_state_is_scaled_by_the_epsilon_of_the_normalizer():
+    x = TensorDict({"observation": torch.tensor([[-1e-3], [1e-3]])}, [2])
+    old, new = ObservationNormalizer(1), ObservationNormalizer(1, epsilon=1e-2)
+    assert new(x.clone())["observation"].abs().max() == pytest.approx(1e-3)  # no data: as it is
+    new.update(x[:0])
+    assert new(x.clone())["observation"].abs().max() == pytest.approx(1e-3)
+    old.update(x)
+    new.load_state_dict(old.state_dict())
+    expected = 1e-3 / math.sqrt(1e-6 + 1e-2)
+    assert new(x.clone())["observation"].abs().max() == pytest.approx(expected)
+
+
 def test_an_epsilon_that_is_set_holds_at_once():
     norm = ObservationNormalizer(1, clip=None)
     norm.update(TensorDict({"observation": torch.tensor([[0.0], [2.0]])}, [2]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -18,6 +19,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import DualClipPPOLoss
+from ppokit.networks import actor_critic
 from tests.blocks import actor_of, make_critic
 from tests.blocks import make_actor as make_simple_actor
 from tests.objectives.common import (
@@ -190,6 +192,27 @@ def test_kl_penalty_is_exact_with_stored_parameters(kind: str, mask: bool, optio
     if mask:
         batch["collector", "mask"] = valid
     assert_penalty(loss, batch, 0.2 * d.kl_divergence(old, new)[valid].mean())
+
+
+@pytest.mark.parametrize("moved", [0.5, 0.0, -3.0])
+def test_kl_penalty_of_bits_that_are_certain_is_finite(moved: float):
+    """In float32 the probability of a bit with a logit of 17 is 1."""
+    actor, _ = actor_critic((spaces.Box(-1, 1, (4,)), spaces.MultiBinary(4)), hidden=())
+    (linear,) = (x for x in actor.modules() if isinstance(x, nn.Linear))
+    logits = torch.tensor([16.4, 0.3, -40.0, 60.0])
+    linear.weight.data.zero_()
+    linear.bias.data = logits
+    batch = actor(TensorDict({"observation": torch.zeros(3, 4)}, [3])).detach()
+    batch["advantage"], batch["value_target"] = torch.ones(3, 1), torch.zeros(3, 1)
+    linear.bias.data = logits + moved
+    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=1.0)(batch)["loss_kl"]
+    old, new = (x.double() for x in (logits, logits + moved))
+    p, log = old.sigmoid(), nn.functional.logsigmoid
+    expected = p * (log(old) - log(new)) + (-old).sigmoid() * (log(-old) - log(-new))
+    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-4, abs=1e-9)
+    loss.backward()
+    assert linear.bias.grad is not None
+    assert linear.bias.grad.isfinite().all()
 
 
 def test_kl_penalty_of_an_impossible_choice_is_finite():

@@ -9,7 +9,7 @@ import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.modules import GRUModule, LSTMModule, ValueOperator
 
@@ -122,7 +122,21 @@ def test_padding_changes_no_loss_and_no_gradient(options):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [LSTMModule, GRUModule, OwnLSTM, OwnGRU])
+class Memory(TensorDictModuleBase):
+    """A memory that no episode start resets."""
+
+    def __init__(self, input_size: int, hidden_size: int, in_key: str, out_key: str) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = [in_key, "own_state"], [out_key, ("next", "own_state")]
+        self.gru = nn.GRU(input_size, hidden_size, batch_first=True)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        state = tensordict["own_state"][:, 0].transpose(0, 1).contiguous()
+        memory, _ = self.gru(tensordict[self.in_keys[0]], state)
+        return tensordict.set(self.out_keys[0], memory).set(self.out_keys[1], memory)
+
+
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule, OwnLSTM, OwnGRU, Memory])
 @pytest.mark.parametrize("masked", [slice(0, 4), slice(5, 6), slice(9, None)], ids=str)
 def test_a_masked_frame_before_a_valid_one_is_a_step_of_the_network(kind: type, masked: slice):
     """A burn-in by hand, or a frame that does not count; those after the valid ones may be NaN."""

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs import InitTracker
 from torchrl.modules import GRUModule, LSTMModule, ValueOperator, set_recurrent_mode
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher, TrainingStep
+from ppokit import GRUModule as OwnGRUModule
 from tests.blocks import Given, actor_of, outcome
 from tests.recurrent.agents import (
     DOORS,
@@ -230,6 +231,36 @@ def test_two_states_under_one_key_raise():
     cores[1].lstm = cores[0].lstm
     DualClipPPOLoss(actor, critic)
     assert len(collect_ours("CartPole-v1", policy)) == 2
+
+
+class Renamed(TensorDictModuleBase):
+    """Calls a recurrent module with entries of other names, as one for several agents does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = OwnGRUModule(input_size=4, hidden_size=8, in_key="x", out_key="embed")
+        self.in_keys = ["observation", f"{name}_state", "is_init"]
+        self.out_keys = [f"{name}_embed", ("next", f"{name}_state")]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        keys = ["x", *self.inner.in_keys[1:]]
+        given = {new: tensordict[key] for new, key in zip(keys, self.in_keys, strict=True)}
+        found = self.inner(TensorDict(given, tensordict.batch_size))
+        for key, new in zip(self.out_keys, self.inner.out_keys, strict=True):
+            tensordict[key] = found[new]
+        return tensordict
+
+
+def test_states_within_a_module_with_names_of_its_own_are_its_own():
+    def loss(names: tuple[str, str]) -> DualClipPPOLoss:
+        head, distribution = make_head("CartPole-v1", f"{names[0]}_embed")
+        actor = actor_of(TensorDictSequential(Renamed(names[0]), head), **distribution)
+        value = ValueOperator(nn.Linear(8, 1), in_keys=[f"{names[1]}_embed"])
+        return DualClipPPOLoss(actor, TensorDictSequential(Renamed(names[1]), value))
+
+    loss(("actor", "critic"))
+    with pytest.raises(ValueError, match=r"keep their state at 'same_state'.*'same_embed'"):
+        loss(("same", "same"))
 
 
 class Cell(nn.Module):

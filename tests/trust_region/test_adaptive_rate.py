@@ -57,6 +57,17 @@ def test_thresholds_by_hand(kl: float, factor: float):
     assert rates_of(optimizer) == [1e-3 * factor, 2e-3 * factor]
 
 
+@pytest.mark.filterwarnings("ignore:The KL divergence is nan")
+@pytest.mark.parametrize("kl", [0.0, NAN, GOOD])
+@pytest.mark.parametrize("rate", [0.0, 0.05])
+def test_a_rate_that_does_not_move_may_be_beyond_the_bounds(kl: float, rate: float):
+    optimizer = make_optimizer(1e-3)
+    adaptive = AdaptiveLearningRate(optimizer, target_kl=GOOD)
+    optimizer.param_groups[0]["lr"] = rate
+    adaptive.update(kl)
+    assert rates_of(optimizer) == [rate]
+
+
 def test_each_group_stays_within_the_bounds():
     optimizer = make_optimizer(1e-3, 4e-3)
     adaptive = AdaptiveLearningRate(optimizer, factor=2.0, bounds=(5e-4, 5e-3))

@@ -128,3 +128,44 @@ def test_accumulated_float16_gradients_overflow_where_they_do_eagerly(size: floa
         results.append((counts, update.step.scaler.get_scale(), parameters_of(loss)))
     assert any(skipped for _, skipped in results[0][0])
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+class Tempered(nn.Module):
+    """A squared error whose scale is trained, and told."""
+
+    in_keys = ("x",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_temperature, self.network = nn.Parameter(torch.tensor(0.5)), nn.Linear(3, 2)
+
+    def forward(self, minibatch: Any) -> TensorDict:
+        y = self.network(minibatch["x"]).float() * self.log_temperature.exp()
+        told = {"log_temperature": self.log_temperature, "bias": self.network.bias[0]}
+        return TensorDict({"loss_any": (y - 1).square().mean()} | told)
+
+
+@pytest.mark.parametrize("options", [{}, slow({"accumulate_grads": True})])
+@pytest.mark.parametrize("compile", [False, EAGER])
+def test_a_parameter_among_the_outputs_is_told_as_it_is_before_the_step(compile: Any, options: Any):
+    torch.manual_seed(0)
+    loss = Tempered()
+    update = ppo_update(loss, ADAM(loss.parameters(), lr=0.1), epochs=1, compile=compile, **options)
+    for _ in range(3):
+        before = loss.log_temperature.item(), loss.network.bias[0].item()
+        found = update(TensorDict({"x": torch.randn(8, 3)}, [8]))
+        assert (found["log_temperature"], found["bias"]) == pytest.approx(before)
+
+
+@pytest.mark.parametrize("compile", [False, slow(EAGER)])
+def test_an_autocast_of_the_users_sees_the_parameters_of_each_step(compile: Any):
+    """It keeps casts of parameters until it ends, which may be after the update."""
+    results = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        loss = Tempered()
+        update = ppo_update(loss, SGD(loss.parameters(), lr=0.1), epochs=5, compile=compile)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            update(TensorDict({"x": torch.randn(8, 3)}, [8]))
+        results.append(parameters_of(loss))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -525,7 +525,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 scaler.update(None if overflows else scaler.get_scale())
             optimizer.zero_grad()
             self._note_optimizer_step()
-        self._forget_casts()
+        torch.clear_autocast_cache()  # of an autocast around the call, which keeps its casts
         if decision.exceeded and stopper is not None:
             stopper.stop(decision.kl)
             decision = decision._replace(finite=True)
@@ -546,18 +546,13 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             step_where(flags[0].bool(), self.optimizer)
             self.optimizer.zero_grad()
             self._note_optimizer_step()
-        self._forget_casts()
+        torch.clear_autocast_cache()
         self.counts, self._halted = flags[4], flags[5:]
         if outcome.losses is not None:
             outcome.losses = outcome.losses.detach()
         outcome.flags = flags
         self._unread.add(minibatch, outcome)
         return outcome
-
-    def _forget_casts(self) -> None:
-        """Have parameters cast again: an autocast around the call keeps its casts until its end."""
-        if torch.is_autocast_enabled(self.device.type):
-            torch.clear_autocast_cache()
 
     def _outcome_after_stop(self, losses: TensorDictBase | None) -> Outcome:
         """Return the outcome of a minibatch after a stop, which is not trained on.

@@ -35,7 +35,7 @@ class WholeState(_Module):
     version is the class attribute ``_version``, which torch writes into every state.
     """
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         """Check what ``nn.Module`` would register before it asks the class."""
         if isinstance(value, nn.Module | nn.Parameter):
             declared = getattr(type(self), name, None)

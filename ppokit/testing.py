@@ -254,7 +254,7 @@ def masked_frames_do_not_matter(case: BlockCase) -> None:
 def _assert_same_without(case: BlockCase, valid: Tensor) -> None:
     """Compare a batch whose last steps are masked with one that ends before them."""
     block, short, batch = case.make(), case.make(), case.batch(1)
-    without: Any = batch[..., :-1]
+    without = cast("TensorDict", batch[..., :-1])
     expected = call(short, without.clone())
     found = call(block, batch.set(MASK_KEY, valid))
     tolerance = {"rtol": 1e-4, "atol": 1e-5}

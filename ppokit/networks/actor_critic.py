@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -119,17 +119,13 @@ def actor_critic(
             f"activation must be one of {[*_LAYERS]} or a function that makes a module, such "
             f"as nn.Mish; got {activation!r}."
         )
-    if isinstance(hidden, spaces.Space):
-        raise TypeError("Give both spaces as a pair: actor_critic((observations, actions)).")
-    in_keys = [in_keys] if isinstance(in_keys, str) else in_keys
     critic_hidden = hidden if critic_hidden is None else critic_hidden
-    for name, sizes in (("hidden", hidden), ("critic_hidden", critic_hidden)):
-        if not (isinstance(sizes, Sequence) and all(isinstance(x, int) and x > 0 for x in sizes)):
-            raise ValueError(f"{name} must be numbers of units such as (64, 64), got {sizes!r}.")
+    _check_sizes({"hidden": hidden, "critic_hidden": critic_hidden})
     if not math.isfinite(log_scale):
         raise ValueError(f"log_scale must be a finite number, got {log_scale}.")
     if shared and critic_hidden is not hidden:
         raise ValueError("A shared encoder has one size: leave critic_hidden out, or shared.")
+    in_keys = [in_keys] if isinstance(in_keys, str) else in_keys
     observations, actions = _specs(env_or_spaces, in_keys)
     device = getattr(env_or_spaces, "device", None) if device is None else device
     check_device(device)
@@ -163,6 +159,14 @@ def actor_critic(
     own, features = make_encoder(specs, critic_hidden, make_layer)
     own.append(orthogonal(nn.Linear(features, 1), 1.0))
     return actor, ValueOperator(own, in_keys=keys).to(device)
+
+
+def _check_sizes(hidden: Mapping[str, object]) -> None:
+    for name, sizes in hidden.items():
+        if isinstance(sizes, spaces.Space):
+            raise TypeError("Give both spaces as a pair: actor_critic((observations, actions)).")
+        if not (isinstance(sizes, Sequence) and all(isinstance(x, int) and x > 0 for x in sizes)):
+            raise ValueError(f"{name} must be numbers of units such as (64, 64), got {sizes!r}.")
 
 
 class _Heads(nn.ModuleList):

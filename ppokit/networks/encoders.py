@@ -144,8 +144,7 @@ def _input(spec: TensorSpec) -> nn.Module:
             "leave it out of in_keys."
         )
     shape, is_bytes = spec.shape, spec.dtype is torch.uint8
-    space: Any = spec.space
-    numbers = Numbers(space.high.expand(shape) if is_bytes else None)
+    numbers = Numbers(cast("Any", spec.space).high.expand(shape) if is_bytes else None)
     if len(shape) in (3, 4) or (len(shape) == 2 and is_bytes):
         # Height and width are the largest neighbours; other dimensions are channels.
         smaller, height_dim = max((min(x), n) for n, x in enumerate(itertools.pairwise(shape)))

@@ -22,7 +22,7 @@ from tensordict.nn import (
     dispatch,
 )
 from tensordict.utils import NestedKey, expand_as_right
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.objectives import ClipPPOLoss
 
@@ -185,7 +185,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}
         check_arguments(own | kwargs)
         check_own_states(actor_network, critic_network)
-        if isinstance(actor_network, torch.nn.Module) and not hasattr(actor_network, "get_dist"):
+        if isinstance(actor_network, nn.Module) and not hasattr(actor_network, "get_dist"):
             raise TypeError(
                 f"actor_network must be a policy with get_dist(), such as torchrl's "
                 f"ProbabilisticActor; got {type(actor_network).__name__}. Its order is "
@@ -574,7 +574,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             self._heads = tuple(value)
             self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name in self._all_schedulable_buffers:
             check_can_be_set(name, value, vars(self))
         super().__setattr__(name, value)

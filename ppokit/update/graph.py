@@ -125,6 +125,24 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
     return training_step
 
 
+def pack_numbers(
+    largest: float, limits: Limits, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Tensor:
+    """Return largest norm, KL limit, whether it is due, and the learning rates, float64."""
+    numbers = [largest, limits.kl, float(limits.is_due)]
+    on_device = {}
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and not rate.is_cpu:
+            on_device[len(numbers)], rate = rate, 0.0
+        numbers.append(float(rate))
+    # torch.tensor(device=...) would wait for the device
+    found = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    for position, rate in on_device.items():
+        found[position] = rate
+    return found
+
+
 def differentiated(
     holder: Holder,
     signature: Signature,

@@ -53,7 +53,7 @@ from ppokit.update.checks import (
 from ppokit.update.compiled import CompiledStep, Request
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.decision import MOST_CALLS, Decision, Limits, Outcome, Unread, decide
-from ppokit.update.graph import Settings, WithGradients
+from ppokit.update.graph import Settings, WithGradients, pack_numbers
 from ppokit.update.optimizers import set_gradients, step_where, steps_otherwise
 from ppokit.update.trainer import TrainingStepper
 
@@ -152,8 +152,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.max_grad_norm, self.amp_dtype, self.nonfinite = max_grad_norm, amp_dtype, nonfinite
         self.group = group
         check_arguments(loss, optimizer, stopper, group, compile)
-        keys = (key_named(loss, name) for name in ("advantage", "value_target"))
-        names = [key for key in keys if key is not None]
+        names = [x for n in ("advantage", "value_target") if (x := key_named(loss, n)) is not None]
         self.in_keys: list[NestedKey] = [*dict.fromkeys([*self.loss.in_keys, *names])]
         self.out_keys: list[NestedKey] = [*out_keys_of(loss), "grad_norm", "stepped"]
         replays = compile == "cudagraphs"
@@ -626,13 +625,14 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return None
         if any(p.grad is not None for p in self.parameters_to_train):
             return None  # gradients of the user's are added to
-        found = self.graphs(self._request(minibatch, self._numbers_of_graph()))
+        largest = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        numbers = pack_numbers(largest, self._limits, self.optimizer, self.device)
+        found = self.graphs(self._request(minibatch, numbers))
         if found is None:
             return None
         outputs, parameters = found
         steps = bool(outputs.gradients)
-        if steps:
-            set_gradients(parameters, outputs.gradients)
+        set_gradients(parameters if steps else (), outputs.gradients)
         outcome = outputs.outcome()
         if self._reads_at_once:
             decision = Decision.of(outputs.flags.tolist())
@@ -654,20 +654,3 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         name = max(names, key=lambda key: torch.finfo(losses[key].dtype).bits)  # no rounding
         with_gradients = WithGradients.apply(losses[name], outputs.gradients, scale, *parameters)
         return losses.set(name, with_gradients)
-
-    def _numbers_of_graph(self) -> Tensor:
-        """Return largest norm, KL limit, whether it is due, and the learning rates, float64."""
-        limits = self._limits
-        largest = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        numbers = [largest, limits.kl, float(limits.is_due)]
-        on_device = {}
-        for group in self.optimizer.param_groups:
-            rate = group["lr"]
-            if isinstance(rate, Tensor) and not rate.is_cpu:
-                on_device[len(numbers)], rate = rate, 0.0
-            numbers.append(float(rate))
-        # torch.tensor(device=...) would wait for the device
-        found = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
-        for position, rate in on_device.items():
-            found[position] = rate
-        return found

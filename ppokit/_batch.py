@@ -326,7 +326,7 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the innermost modules that read states of a batch and write them."""
     inner = [x for child in module.children() for x in _owners(child)]
     own = {*map(as_key, state_keys(module))}
-    # A module that has other names than a part, calls the part with entries that no batch has.
+    # With names of its own, a module calls its parts with other entries than those of the batch.
     is_outer = not own or any(own & {*map(as_key, state_keys(x))} for x in inner)
     yield from inner if is_outer else [module]
 

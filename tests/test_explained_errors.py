@@ -100,7 +100,11 @@ SWAPPED: dict[str, tuple[Any, type[Exception], str]] = {
     "policy and environment": (
         *(lambda: evaluate(ACTOR, "CartPole-v1"), TypeError, "make_env must be the id of"),
     ),
-    "a space as shape": (lambda: ObservationNormalizer(-1), ValueError, r"such as \(4,\); got -1"),
+    "a negative size": (lambda: ObservationNormalizer(-1), ValueError, r"such as \(4,\); got -1"),
+    "a space as shape": (
+        *(lambda: ObservationNormalizer(BOX), ValueError),  # pyright: ignore
+        r"such as \(4,\); got Box",
+    ),
     "a loss as limit": (
         *(lambda: KLEarlyStopper(CRITIC), ValueError),  # pyright: ignore
         "target_kl must be positive, got a ValueOperator",
@@ -116,7 +120,11 @@ SWAPPED: dict[str, tuple[Any, type[Exception], str]] = {
 def test_swapped_arguments_are_named(call: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         call()
-    assert actor_critic("CartPole-v1", in_keys="observation")[0].in_keys == ["observation"]
+
+
+def test_one_key_need_not_be_a_list():
+    actor, critic = actor_critic("CartPole-v1", in_keys="observation")
+    assert actor.in_keys == critic.in_keys == ["observation"]
 
 
 class WorldModel(gym.Env):

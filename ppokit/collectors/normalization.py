@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,8 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         group: ProcessGroup | None = None,
     ) -> None:
         resolve_group(group)
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if not all(isinstance(x, int) and x >= 0 for x in sizes):
+        sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        if not all(isinstance(x, Integral) and x >= 0 for x in sizes):
             raise ValueError(f"shape must be that of one observation, such as (4,); got {shape!r}.")
         out_key = in_key if out_key is None else out_key
         super().__init__(Standardize(sizes, clip, epsilon), [as_key(in_key)], [as_key(out_key)])

@@ -81,10 +81,9 @@ def actor_critic(
         device: of the modules; None for the environment's, or the CPU.
 
     Shape:
-        - observations ``[*B, *shape]`` of any dtype; bytes are divided by the largest that
-          the space has (0 by 1), and choices become
-          one-hot. An array of three or four dimensions (of two, if bytes) with neighbours of at
-          least 36 is an image; its other dimensions are channels.
+        - observations ``[*B, *shape]`` of any dtype; bytes are divided by the upper bound of
+          their space (0 by 1), and choices become one-hot. An array of three or four dimensions (of
+          two, if bytes) with two neighbours of at least 36 is an image; others are channels.
         - action ``[*B, *action]``, its log-probability ``[*B]``, ``"state_value"`` ``[*B, 1]``.
 
     Returns:

@@ -187,8 +187,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         check_own_states(actor_network, critic_network)
         if isinstance(actor_network, nn.Module) and not hasattr(actor_network, "get_dist"):
             raise TypeError(
-                f"actor_network must be a policy with get_dist(), such as torchrl's "
-                f"ProbabilisticActor; got {type(actor_network).__name__}. Its order is "
+                "actor_network must be a policy with get_dist(), such as torchrl's "
+                f"ProbabilisticActor; got {type(actor_network).__name__}. The order is "
                 "DualClipPPOLoss(actor, critic)."
             )
         if critic_network is None:
@@ -222,10 +222,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         if self.critic_network is not None:  # a value head reads the actor's outputs
             written = self.actor_network.out_keys
             keys += [key for key in self.critic_network.in_keys if key not in written]
-        if self.kl_coeff is not None:
-            actor = self.actor_network
-            is_one = isinstance(actor, ProbabilisticTensorDictSequential)
-            keys += actor.dist_params_keys if is_one else []
+        if self.kl_coeff is not None and hasattr(self.actor_network, "dist_params_keys"):
+            keys += self.actor_network.dist_params_keys
         keys = dict.fromkeys(map(as_key, [*keys, *self._loss_mask_keys()]))
         return [key for key in keys if get_if_any(tensordict, key) is not None]
 

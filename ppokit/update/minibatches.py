@@ -26,7 +26,7 @@ from ppokit.sequences.batcher import BUCKETS, SequenceBatcher
 from ppokit.sequences.cutting import Lengths
 from ppokit.update.keys import count_frames
 
-AT_ONCE = 2**23  # bytes that are gathered together: beside images, those of small frames
+AT_ONCE = 2**23  # bytes of minibatches that are gathered together, at most
 
 
 class ShuffledMinibatches:

@@ -56,6 +56,11 @@ def test_a_batch_is_normalized_by_the_statistics_before_it():
     torch.testing.assert_close(norm.variance, x.var(0, correction=0))
 
 
+def test_sizes_may_be_numbers_of_numpy():
+    for shape in (np.int64(3), (np.int64(3),), np.array([3])):
+        assert ObservationNormalizer(shape).mean.shape == (3,)
+
+
 def test_a_loaded_state_is_scaled_by_the_epsilon_of_the_normalizer():
     x = TensorDict({"observation": torch.tensor([[-1e-3], [1e-3]])}, [2])
     old, new = ObservationNormalizer(1), ObservationNormalizer(1, epsilon=1e-2)

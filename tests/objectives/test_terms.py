@@ -194,6 +194,12 @@ def test_kl_penalty_is_exact_with_stored_parameters(kind: str, mask: bool, optio
     assert_penalty(loss, batch, 0.2 * d.kl_divergence(old, new)[valid].mean())
 
 
+def test_a_compiled_actor_keeps_the_stored_parameters_for_the_kl_penalty():
+    actor = make_actor("categorical")
+    loss = DualClipPPOLoss(torch.compile(actor, backend="eager"), make_critic(), kl_coeff=0.2)
+    assert "logits" in loss.entries(make_minibatch(actor, 8))
+
+
 @pytest.mark.parametrize("moved", [0.5, 0.0, -3.0])
 def test_kl_penalty_of_bits_that_are_certain_is_finite(moved: float):
     """In float32 the probability of a bit with a logit of 17 is 1."""

@@ -18,6 +18,7 @@ TRAJ_KEY = ("collector", "traj_ids")
 VERSION_KEY = "policy_version"
 IS_INIT = "is_init"  #: whether an episode starts
 BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
+_CACHED = 2**23  # bytes
 
 Entries = dict[NestedKey, Tensor]
 Options = Mapping[str, object]  #: arguments of torch.compile, by name
@@ -205,6 +206,14 @@ def check_flags(key: NestedKey, flag: Tensor) -> None:
     check_bool(repr(key), flag)
     if not flag.numel():
         raise ValueError(f"{key!r} has shape {list(flag.shape)}: it has no flag of a frame.")
+
+
+def in_cached_parts(frames: TensorDictBase) -> Sequence[TensorDictBase]:
+    """Return frames ``[N]`` in parts whose entries, as float32, stay in a processor's cache."""
+    tensors = [x for x in frames.values(True, True) if isinstance(x, Tensor)]
+    held = 4 * sum(x.numel() for x in tensors)
+    most = _CACHED if all(x.is_cpu for x in tensors) else 64 * _CACHED
+    return frames.split(max(1, most * len(frames) // held)) if held > most else [frames]
 
 
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:

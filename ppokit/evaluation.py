@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import torch
+from gymnasium.vector import VectorEnv
+from gymnasium.wrappers import TimeLimit
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType
 
@@ -26,12 +30,15 @@ def evaluate(
     seed: int | None = None,
     num_envs: int = 1,
     device: torch.device | str | None = None,
+    max_steps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the returns and lengths of whole episodes.
 
     Evaluation does not change training: the statistics of the transform are frozen meanwhile,
     the policy is in evaluation mode, and torch's random numbers are restored. Each
     environment plays the same number of episodes, so that short episodes do not count more often.
+    An evaluation of more than five seconds shows a progress bar in a terminal, if ``tqdm`` is
+    installed.
 
     Args:
         make_env: as in :class:`~ppokit.GymCollector`: an id, a function that makes a gymnasium
@@ -45,13 +52,18 @@ def evaluate(
         seed: of the environments and of the policy's draws; None for random ones.
         num_envs: environments that are stepped in turn, with one call of the policy for all.
         device: of the policy; None for the CPU.
+        max_steps: steps after which an episode ends, with the return so far; None waits for its
+            end, which a policy that always chooses the most probable action may never reach. Not
+            for vector environments: ``gymnasium.make_vec(id, n, max_episode_steps=...)``.
 
     Returns:
         Returns ``[episodes]`` (float64; of an environment with several rewards
         ``[episodes, *reward]``), not discounted, and lengths ``[episodes]`` in steps (int64).
 
     Raises:
-        ValueError: ``episodes`` is less than 1, and what :class:`~ppokit.GymCollector` raises.
+        ValueError: ``episodes`` or ``max_steps`` is less than 1, and what
+            :class:`~ppokit.GymCollector` raises.
+        TypeError: ``max_steps`` is given for a vector environment.
 
     Example:
         >>> from ppokit.networks import actor_critic
@@ -62,6 +74,11 @@ def evaluate(
         (torch.Size([5]), True)
     """
     episodes = whole().check(episodes, "episodes")
+    if max_steps is not None:
+        steps = whole().check(max_steps, "max_steps")
+        is_list = isinstance(make_env, list | tuple)
+        makers = [partial(_limited, x, steps) for x in (make_env if is_list else [make_env])]
+        make_env = makers if is_list else makers[0]
     modules = [x for x in (policy, observation_transform) if isinstance(x, nn.Module)]
     with ExitStack() as stack:  # undone in reverse order
         stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
@@ -92,12 +109,37 @@ def evaluate(
             collector.set_seed(seed)
         rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(collector.num_envs)]
         each = -(-episodes // len(rows))
+        bar = stack.enter_context(_progress_bar(each * len(rows)))
         while any(len(row) < each for row in rows):
             batch: Any = collector.next()
             ends = batch["next", "done"].flatten(2).any(-1)
             totals, lengths = (batch["next", x].cpu() for x in ("episode_reward", "step_count"))
             for env, time in ends.nonzero().tolist():
                 rows[env].append((totals[env, time].double(), lengths[env, time]))
+            if bar is not None:
+                bar.update(sum(min(len(row), each) for row in rows) - bar.n)
     found = [row[number] for number in range(each) for row in rows][:episodes]
     returns, lengths = (torch.stack(column) for column in zip(*found, strict=True))
     return returns.squeeze(-1) if returns.shape[1:] == (1,) else returns, lengths.flatten()
+
+
+def _limited(make_env: Any, steps: int) -> gym.Env:
+    """Return an environment whose episodes end after so many steps."""
+    env = gym.make(make_env) if isinstance(make_env, str) else make_env
+    env = env() if callable(env) else env
+    if isinstance(env, gym.Env):
+        return TimeLimit(env, steps)
+    fix = "gymnasium.make_vec(id, n, max_episode_steps=...)" if isinstance(env, VectorEnv) else ""
+    raise TypeError(
+        f"max_steps limits gymnasium environments, not a {type(env).__name__}. Limit its episodes "
+        f"where you make it{fix and ': '}{fix}."
+    )
+
+
+def _progress_bar(total: int) -> Any:
+    """Return a bar that shows after five seconds, in a terminal, if tqdm is installed."""
+    with suppress(ImportError):
+        from tqdm.auto import tqdm
+
+        return tqdm(total=total, desc="evaluate", unit="episode", delay=5, disable=None)
+    return nullcontext()

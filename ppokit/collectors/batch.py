@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -29,6 +28,7 @@ class Final(NamedTuple):
     time: int
     env: int
     observation: list[np.ndarray]  #: one array for each leaf
+    infos: list[object]  #: one for each entry of info that is stored
 
 
 class Record:
@@ -38,28 +38,64 @@ class Record:
     is reset in the same step, and the next row holds the first observation of the next episode; or
     in a step of its own, which belongs to no episode. The tensors ``observed`` and ``reward`` are
     the memory of the arrays that environments write to, ``arrays`` and ``rewards``.
+
+    With ``compact``, the rows of all steps lie in the memory of the batch ``[n, T, ...]``.
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], steps: int, num_envs: int, reward: Tensor, single: bool
+        self,
+        leaves: Sequence[Leaf],
+        steps: int,
+        num_envs: int,
+        reward: Tensor,
+        single: bool,
+        info_keys: Sequence[str] = (),
+        compact: bool = False,
     ) -> None:
         self.leaves, self.steps, self.num_envs = leaves, steps, num_envs
-        self.observed = [_rows(steps + 1, (num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self.compact = compact
+        shapes = [((num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
+        #: of each leaf, the observations before each step ``[n, T, ...]``, and its rows
+        self.before, self.observed = [], []
+        for shape, dtype in shapes:
+            if compact:
+                before = torch.empty((num_envs, steps, *shape[1:]), dtype=dtype)
+                rows = [*before.unbind(1), torch.empty(shape, dtype=dtype)]
+            else:
+                rows = _rows(steps + 1, shape, dtype)
+                before = rows[:-1].transpose(0, 1)
+            self.before.append(before)
+            self.observed.append(rows)
         self.reward = torch.empty((steps, num_envs, *reward.shape), dtype=reward.dtype)
         self.rewards = self.reward.numpy()
         self.largest_reward = float(np.finfo(self.rewards.dtype).max)
-        self.arrays = [rows.numpy() for rows in self.observed]
+        self.arrays: list[Sequence[np.ndarray]] = [
+            [row.numpy() for row in rows] if compact else rows.numpy() for rows in self.observed
+        ]
+        #: entries of info by key, time and environment; None where there is none
+        self.infos: dict[str, list[list[object]]] = {
+            key: [[None] * num_envs for _ in range(steps + 1)] for key in info_keys
+        }
         self.reward_shape = tuple(reward.shape)
-        self.single_array = self.arrays[0] if single else None  # for observations of one array
+        self._single = self.arrays[0] if single else None
         self.terminated, self.truncated = np.zeros((2, steps, num_envs), dtype=np.bool_)
         self.is_reset: np.ndarray | None = None  #: which steps are resets; None where none can be
         self.finals: list[Final] = []
         self.starts: list[int] = []  #: environments in the order in which they began an episode
 
+    def single_row(self, row: int) -> np.ndarray | None:
+        """Return the memory ``[n, ...]`` of observations of one array; None of others."""
+        return None if self._single is None else self._single[row]
+
     def write(self, row: int, env: int, observation: object, info: Info) -> None:
         """Store an observation of one environment."""
         for leaf, array in zip(self.leaves, self.arrays, strict=True):
-            array[row, env] = leaf.read(observation, info, env)
+            array[row][env] = leaf.read(observation, info, env)
+
+    def write_info(self, row: int, env: int, info: Info) -> None:
+        """Store the entries of ``info`` beside an observation."""
+        for key, rows in self.infos.items():
+            rows[row][env] = info.get(key)
 
     def end(
         self,
@@ -73,15 +109,12 @@ class Record:
         """Store the end of an episode, in an environment that is reset in the same step."""
         self.terminated[time, env], self.truncated[time, env] = terminated, truncated
         final = [np.array(leaf.read(observation, info, env)) for leaf in self.leaves]
-        self.finals.append(Final(time, env, final))
+        self.finals.append(Final(time, env, final, [info.get(key) for key in self.infos]))
         self.starts.append(env)
 
     def raw_observations(self) -> TensorDict:
         """Return the observations before each step ``[n, T]``, without the transform."""
-        raw = {
-            leaf.key: rows[:-1].transpose(0, 1)
-            for leaf, rows in zip(self.leaves, self.observed, strict=True)
-        }
+        raw = {leaf.key: x for leaf, x in zip(self.leaves, self.before, strict=True)}
         found = TensorDict(raw, [self.num_envs, self.steps])
         mask = None if self.is_reset is None else torch.from_numpy(~self.is_reset.T)
         return found if mask is None else found.set(MASK_KEY, mask)
@@ -190,19 +223,25 @@ def _rows(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def assemble_batch(
     record: Record,
-    transform: TensorDictModuleBase | None,
+    infos: Mapping[str, tuple[Tensor, Tensor]],
     transformed: Entries,
     written: Entries,
+    unseen: TensorDictBase | None,
     ids: Tensor,
     device: torch.device | None,
 ) -> TensorDict:
-    """Return the batch ``[n, T]`` that torchrl's ``Collector`` would yield."""
+    """Return the batch ``[n, T]`` that torchrl's ``Collector`` would yield.
+
+    ``unseen`` are the observations that the policy did not see, transformed; see
+    :func:`unseen_observations`.
+    """
     root, following = _observations(record)
-    if transform is not None:
-        extra = _transform_extra(record, transform, device)
-        for key, value in transformed.items():
-            root[key] = value
-            following[key] = _shifted(value, extra[key], record)
+    for key, value in transformed.items():
+        root[key] = value
+        if not record.compact and unseen is not None:
+            following[key] = _after_steps(value, unseen[key], record)
+    for key, (before, after) in infos.items():
+        root[key], following[key] = before, after
     flags = record.terminated, record.truncated
     terminated, truncated = (torch.from_numpy(flag.T[..., None].copy()) for flag in flags)
     root |= {name: torch.zeros_like(terminated) for name in FLAGS}
@@ -226,10 +265,12 @@ def _observations(record: Record) -> tuple[Entries, Entries]:
     """Return the observations before and after each step, ``[n, T, ...]``."""
     root, following = {}, {}
     for i, leaf in enumerate(record.leaves):
-        rows = record.observed[i].transpose(0, 1)
-        root[leaf.key] = rows[:, :-1].contiguous()
+        root[leaf.key] = record.before[i].contiguous()
+        if record.compact:
+            continue
         # a copy, also where the rows of one environment are contiguous already
-        after = rows[:, 1:].clone(memory_format=torch.contiguous_format)
+        rows: Any = record.observed[i]
+        after = rows[1:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
         following[leaf.key] = after
         array = after.numpy()
         for final in record.finals:
@@ -237,10 +278,8 @@ def _observations(record: Record) -> tuple[Entries, Entries]:
     return root, following
 
 
-def _transform_extra(
-    record: Record, transform: TensorDictModuleBase, device: torch.device | None
-) -> TensorDictBase:
-    """Transform the observations that the policy did not see: the last ones, and the final ones."""
+def unseen_observations(record: Record, device: torch.device | None) -> TensorDictBase:
+    """Return the observations that the policy did not see: the last ones, and the final ones."""
     values: dict[NestedKey, Tensor] = {}
     for i, leaf in enumerate(record.leaves):
         finals = [
@@ -249,14 +288,14 @@ def _transform_extra(
         ]
         values[leaf.key] = torch.stack([*record.observed[i][-1], *finals])
     rows = record.num_envs + len(record.finals)
-    return transform(TensorDict(values, [rows], device=device))  # pyright: ignore[reportArgumentType]
+    return TensorDict(values, [rows], device=device)  # pyright: ignore[reportArgumentType]
 
 
-def _shifted(value: Tensor, extra: Tensor, record: Record) -> Tensor:
-    """Return ``value`` one step later, with the values after the last steps from ``extra``."""
+def _after_steps(value: Tensor, unseen: Tensor, record: Record) -> Tensor:
+    """Return what is after each step ``[n, T, ...]``, of what is before it and of what is unseen."""
     n = record.num_envs
-    after = torch.cat([value[:, 1:], extra[:n].unsqueeze(1)], 1)
+    after = torch.cat([value[:, 1:], unseen[:n].unsqueeze(1)], 1)
     if record.finals:
         envs, times = zip(*[(final.env, final.time) for final in record.finals], strict=True)
-        after[list(envs), list(times)] = extra[n:]
+        after[list(envs), list(times)] = unseen[n:]
     return after

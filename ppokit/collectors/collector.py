@@ -40,6 +40,7 @@ from ppokit.collectors.episodes import Episodes, first_trajectory_id
 from ppokit.collectors.normalization import is_frozen, updated_parts
 from ppokit.collectors.policy import draws_indices
 from ppokit.collectors.torchrl_interface import TorchrlInterface
+from ppokit.collectors.values import VALUE_KEY, StoredValues
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.spaces import gym_env
 
@@ -101,6 +102,15 @@ class GymCollector(TorchrlInterface):
             episode so far, this one included, as torchrl's ``StepCounter`` does.
         episode_reward: write ``("next", "episode_reward")``, the sum of its rewards, of their
             shape, as ``RewardSum`` does.
+        info_keys: entries of ``info`` that are stored, such as ``["lives"]``, arrays of numbers or
+            flags: ``("next", "lives")`` ``[num_envs, T, ...]`` (a number: 1) is that of the step, and
+            ``"lives"`` that of the reset or of the step before; 0 where a reset returns none.
+        value_network: TensorDictModule that writes ``"state_value"``, such as the critic. Each
+            observation is evaluated once, and ``"state_value"`` and ``("next", "state_value")``
+            ``[num_envs, T, 1]`` are stored, for ``GAE(value_network=None)``. What it shares with the
+            policy, such as an encoder, is not computed again. Not for recurrent critics.
+        compact_obs: leave out the next observations, for half the memory; needs ``value_network``.
+            Release each batch, too, before the next is collected: ``del batch``.
         trajs_per_batch: yield so many whole episodes ``[trajs_per_batch, T]``, padded to the
             longest and masked at ``("collector", "mask")``, for ``GAE(use_critic=False)``. They
             are checked every ``frames_per_batch`` frames, and may have begun under an earlier
@@ -160,6 +170,9 @@ class GymCollector(TorchrlInterface):
         compile_policy: bool | Options = False,
         step_count: bool = False,
         episode_reward: bool = False,
+        info_keys: Collection[str] = (),
+        value_network: TensorDictModuleBase | None = None,
+        compact_obs: bool = False,
         trajs_per_batch: int | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: ReplayBuffer | None = None,
@@ -180,25 +193,29 @@ class GymCollector(TorchrlInterface):
             has_whole_episodes=whole_episodes,
             transform_of_worker=None if worker_idx is None else observation_transform,
         )
+        values = None if value_network is None else StoredValues(value_network)
+        _check_values(values, compact_obs=compact_obs, is_worker=worker_idx is not None)
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         encoding = categorical_action_encoding
         encoding = draws_indices(self.policy) if encoding is None else encoding
         readers = self.policy, observation_transform
         reads = {key_parts(key) for x in readers for key in in_keys_of(x)}
-        made = make_envs(make_env, num_envs, encoding, reads, whole_episodes=whole_episodes)
+        of_envs = make_env, num_envs, encoding, reads, info_keys
+        made = make_envs(*of_envs, whole_episodes=whole_episodes)
         self._envs, self.env, self._num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         compiled = CompiledPolicy(compile_policy) if compile_policy is not False else None
-        options = observation_dtype, first_trajectory_id(worker_idx), compiled, reads
+        options = observation_dtype, first_trajectory_id(worker_idx), compiled, reads, info_keys
         with self._closing_on_error():
             given, n = self.frames_per_batch, self.num_envs
             self.frames_per_batch = self.requested_frames_per_batch = -(-given // n) * n
             if given % n:
                 said = f"frames_per_batch={given} is no multiple of num_envs={n}: batches will have"
                 warnings.warn(f"{said} {self.frames_per_batch} frames.", stacklevel=2)
-            self._episodes = Episodes(*made, counts, self.device, *options)
+            self._episodes = Episodes(*made, counts, self.device, *options, values, compact_obs)
             self.keep_episodes = self._episodes.keep_state
-            _check_keys(self.policy, observation_transform, self._episodes.keys, counts.wanted)
+            modules = self.policy, observation_transform, value_network
+            _check_keys(*modules, self._episodes.keys, counts.wanted, info_keys)
 
     @property
     def num_envs(self) -> int:
@@ -219,6 +236,7 @@ class GymCollector(TorchrlInterface):
                 self.replay_buffer.extend(batch)
                 self._progress("record_replay_write", batch.numel())
                 yield None
+            del batch  # its memory is free before the next batch is collected
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, or whole episodes with ``trajs_per_batch``, through ``postproc``."""
@@ -227,6 +245,7 @@ class GymCollector(TorchrlInterface):
                 with self._closing_on_error():
                     batch = self.postproc(batch)
             yield batch
+            del batch
 
     def rollout(self) -> TensorDictBase:
         """Return one batch ``[num_envs, T]``; with ``trajs_per_batch``, iterate instead.
@@ -385,13 +404,29 @@ def _check_options(
         )
 
 
+def _check_values(values: StoredValues | None, *, compact_obs: bool, is_worker: bool) -> None:
+    """Raise a ValueError where values cannot be stored, or next observations cannot be left out."""
+    if values is not None and is_worker:
+        raise ValueError(
+            "Each worker would have its own copy of value_network, which no update changes: leave "
+            "it out, and pass it to GAE."
+        )
+    if compact_obs and values is None:
+        raise ValueError(
+            "compact_obs leaves out the next observations, from which GAE computes values: pass "
+            "value_network, so that they are stored."
+        )
+
+
 def _check_keys(
     policy: Policy,
     transform: TensorDictModuleBase | None,
+    value_network: TensorDictModuleBase | None,
     observed: Collection[NestedKey],
     counts: Iterable[str],
+    info_keys: Iterable[str],
 ) -> None:
-    """Raise where policy or transform read a name that nothing writes, or two write one entry."""
+    """Raise where a module reads a name that nothing writes, or two write one entry."""
     for name, module, is_right in (
         ("observation_transform", transform, transform is None or hasattr(transform, "out_keys")),
         ("policy", policy, callable(policy)),
@@ -403,7 +438,14 @@ def _check_keys(
     own = [as_key(key) for key in (*states, *out_keys_of(policy))]
     there = [*observed, *map(as_key, made)]
     names = *FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts
-    reserved = dict.fromkeys(names, "collector")
+    for key in info_keys:
+        if key in {*names, *(key_parts(x)[0] for x in (*own, *there))}:
+            raise ValueError(
+                f"info_keys: the batch has another entry {key!r}. Rename that of info in an "
+                "environment wrapper."
+            )
+    reserved = dict.fromkeys((*names, *info_keys), "collector")
+    reserved |= dict.fromkeys(out_keys_of(value_network), "value network")
     of_gae = "advantage", "value_target", "shifted_valid"
     reserved |= dict.fromkeys(of_gae, "GAE of the update")
     reserved["raw_reward"] = "reward normalizer"
@@ -425,6 +467,7 @@ def _check_keys(
     for name, module, keys in (
         ("observation_transform", transform, observed),
         ("policy", policy, [*there, *own, *FLAGS, IS_INIT]),
+        ("value_network", value_network, there),
     ):
         names = {key_parts(key)[0] for key in (*keys, *out_keys_of(module))}
         reads = in_keys_of(module)

@@ -67,7 +67,7 @@ class SerialEnvs:
     def step(self, actions: Sequence[object], record: Record, time: int) -> None:
         """Step all, and reset those whose episode is over."""
         rewards, reward_shape, row = record.rewards[time], record.reward_shape, time + 1
-        array, leaf = record.single_array, record.leaves[0]
+        array, leaf = record.single_row(row), record.leaves[0]
         shape, dtype = leaf.accepted[0], None if array is None else array.dtype
         largest = record.largest_reward
         for i, env in enumerate(self._envs):
@@ -92,9 +92,11 @@ class SerialEnvs:
                 and observation.dtype is dtype
                 and observation.shape == shape
             ):
-                array[row, i] = observation
+                array[i] = observation
             else:
-                array[row, i] = leaf.check(observation, i)
+                array[i] = leaf.check(observation, i)
+            if record.infos:
+                record.write_info(row, i, info)
 
     def close(self) -> None:
         """Close all, also if one of them fails to."""
@@ -111,7 +113,7 @@ class VectorEnvs:
     and the step after it takes no action and returns the first one of the next episode.
     """
 
-    def __init__(self, env: VectorEnv) -> None:
+    def __init__(self, env: VectorEnv, info_keys: Collection[str]) -> None:
         mode = env.metadata.get("autoreset_mode")
         if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
             env.close()
@@ -120,6 +122,7 @@ class VectorEnvs:
                 "AutoresetMode.SAME_STEP or NEXT_STEP."
             )
         self._env: Any = env
+        self._info_keys, self._all = info_keys, np.ones(env.num_envs, dtype=np.bool_)
         self._in_next_step = mode is AutoresetMode.NEXT_STEP
         # members to be reset in this step
         self._ended: np.ndarray = np.zeros(env.num_envs, dtype=np.bool_)
@@ -168,11 +171,14 @@ class VectorEnvs:
             for i in np.flatnonzero(self._ended).tolist():
                 final = infos["final_obs"][i], final_infos[i]
                 record.end(time, i, flags[0, i], flags[1, i], *final)
-        if record.single_array is not None:
+        if record.infos:
+            for i, info in enumerate(self._infos(infos)):
+                record.write_info(row, i, info)
+        if (array := record.single_row(row)) is not None:
             (leaf,) = record.leaves
             accepted = tuple((env.num_envs, *shape) for shape in leaf.accepted)
             rows = leaf._replace(accepted=accepted).check(observations, None)
-            record.single_array[row] = rows.reshape(record.single_array[row].shape)
+            array[...] = rows.reshape(array.shape)
             return
         for i, (observation, info) in enumerate(self._each(observations, infos)):
             record.write(row, i, observation, info)
@@ -182,14 +188,25 @@ class VectorEnvs:
         self._env.close()
 
     def _each(self, observations: object, infos: object) -> Observed:
-        observed = iterate(self._env.observation_space, observations)
+        observed = [*iterate(self._env.observation_space, observations)]
+        if len(observed) != self._env.num_envs:
+            raise ValueError(
+                f"{type(self._env).__name__} returned {len(observed)} observations for "
+                f"{self._env.num_envs} environments. A batch_size below num_envs steps some of "
+                "them at a time: make it with batch_size=num_envs."
+            )
         return list(zip(observed, self._infos(infos), strict=True))
 
     def _infos(self, infos: Any) -> list[Info]:
-        """Return the entries of ``infos`` that are stored, for each environment."""
-        if MASK in infos:
-            return [{MASK: mask} for mask in infos[MASK]]
-        return [{} for _ in range(self._env.num_envs)] if isinstance(infos, Mapping) else [*infos]
+        """Return the entries of ``infos`` that may be stored, for each environment."""
+        if not isinstance(infos, Mapping):
+            return [*infos]
+        each: list[dict[str, Any]] = [{} for _ in range(self._env.num_envs)]
+        for key in (MASK, *self._info_keys):
+            has_entry = infos.get(f"_{key}", self._all)
+            for i in np.flatnonzero(has_entry) if key in infos else ():
+                each[i][key] = infos[key][i]
+        return each
 
 
 _OLD = (
@@ -242,6 +259,7 @@ def make_envs(
     num_envs: int,
     encoding: bool,
     reads: Collection[NestedKey],
+    info_keys: Collection[str],
     *,
     whole_episodes: bool,
 ) -> tuple[Envs, GymWrapper, int]:
@@ -270,7 +288,7 @@ def make_envs(
             )
         _check_count(num_envs, first.num_envs)
         single = OnlySpaces(first.single_observation_space, first.single_action_space)
-        return VectorEnvs(first), wrap(single, encoding, reads), first.num_envs
+        return VectorEnvs(first, info_keys), wrap(single, encoding, reads), first.num_envs
     wrappers: list[GymWrapper] = []
     try:
         wrappers.append(wrap(first, encoding, reads))

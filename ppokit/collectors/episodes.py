@@ -17,12 +17,14 @@ from tensordict.utils import NestedKey
 from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import Entries, Policy, version_of, write_policy_version
+from ppokit._batch import Entries, Policy, key_parts, version_of, write_policy_version
 from ppokit._calls import explain
-from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
+from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch, unseen_observations
 from ppokit.collectors.environments import Envs, VectorEnvs
+from ppokit.collectors.infos import Infos
 from ppokit.collectors.normalization import updated_parts
 from ppokit.collectors.policy import CollectorPolicy
+from ppokit.collectors.values import StoredValues
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.spaces import Actions, Leaf, gym_env, observation_leaves
 
@@ -68,8 +70,12 @@ class Episodes:
         first_id: int,
         compiled: CompiledPolicy | None,
         reads: Collection[tuple[str, ...]],
+        info_keys: Collection[str],
+        values: StoredValues | None,
+        compact: bool,
     ) -> None:
         self._compiled, self._reads = compiled, reads
+        self._infos, self._values, self._compact = Infos(info_keys), values, compact
         self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
         self._counts, self._device, self._dtype = counts, device, observation_dtype
         self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
@@ -97,7 +103,9 @@ class Episodes:
         record = self._record(steps=0)
         for i, (observation, info) in enumerate(first):
             record.write(0, i, observation, info)
+            record.write_info(0, i, info)
         self._start = [rows[0] for rows in record.observed]
+        self._infos.begin(record)
         called = self._actions, self.keys, self._num_envs, self._device, self._compiled
         self.policy = CollectorPolicy(*called)  # recurrent states are zero
         self._counts.open.clear()
@@ -140,7 +148,8 @@ class Episodes:
         version = version_of(policy)  # shared weights may change under way
         try:
             with set_exploration_type(exploration_type):
-                self.policy.begin(policy, transform, exploration_type)
+                kept = () if self._values is None else self._values.kept(policy)
+                self.policy.begin(policy, transform, exploration_type, kept)
                 transformed, written = self._act(record)
         except (RuntimeError, ValueError) as error:
             if not any(x.filename == _ENVIRONMENTS for x in extract_tb(error.__traceback__)):
@@ -149,7 +158,16 @@ class Episodes:
             raise
         self._start = [rows[-1].clone() for rows in record.observed]
         ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
-        batch = assemble_batch(record, transform, transformed, written, ids, self._device)
+        infos, unseen = self._infos.take(record), None
+        if transform is not None or self._values is not None:
+            unseen = unseen_observations(record, self._device)
+            unseen = unseen if transform is None else transform(unseen)
+        features = {key: written.pop(key) for key in kept if key_parts(key)[-1].startswith("_")}
+        of_steps = transformed, written, unseen, ids, self._device
+        batch = assemble_batch(record, infos, *of_steps)
+        if self._values is not None and unseen is not None:
+            features |= {key: batch[key] for key in kept if key not in features}
+            self._values.write(batch, features, policy, unseen, record)
         self._counts.write(batch)
         self._actions.check_choices(batch, written)
         for part in counting:
@@ -160,9 +178,9 @@ class Episodes:
     def _act(self, record: Record) -> tuple[Entries, Entries]:
         """Step all environments; return the entries of the transform and of the policy."""
         for rows, start in zip(record.observed, self._start, strict=True):
-            rows[0] = start
+            rows[0].copy_(start)
         act, step, starts, keys = self.policy.act, self._envs.step, record.starts, self.keys
-        rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
+        rows_at = zip(*(x[:-1] for x in record.observed), strict=True)
         for t, rows in enumerate(rows_at):
             if self._device is not None:
                 rows = [row.to(self._device) for row in rows]
@@ -173,4 +191,5 @@ class Episodes:
     def _record(self, steps: int) -> Record:
         is_array = isinstance(gym_env(self._wrapper).observation_space, Box)
         single = is_array and len(self.leaves) == 1  # stored without encoding
-        return Record(self.leaves, steps, self._num_envs, self._reward, single)
+        of_batch = self.leaves, steps, self._num_envs, self._reward, single
+        return Record(*of_batch, self._infos.keys, self._compact)

@@ -54,6 +54,7 @@ class CollectorPolicy:
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
         self._transformed, self._written = Columns(), Columns()
         self._action: list[NestedKey] = []  # keys of its parts in this batch
+        self._kept: Collection[NestedKey] = ()
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None) -> Tensor:
         return torch.zeros((*self._batch_size, *shape), dtype=dtype, device=self._device)
@@ -63,8 +64,12 @@ class CollectorPolicy:
         policy: Policy,
         transform: TensorDictModuleBase | None,
         exploration_type: ExplorationType,
+        kept: Collection[NestedKey] = (),
     ) -> None:
-        """Begin a batch; the policy's modules may have changed since the last."""
+        """Begin a batch; the policy's modules may have changed since the last.
+
+        ``kept`` are entries of the policy's modules that are returned although they are private.
+        """
         is_same = policy is self._policy and transform is self._transform
         if not is_same or self._function is not None:  # else the states go on
             shapes = recurrent_states(policy).items()
@@ -73,11 +78,12 @@ class CollectorPolicy:
             self._is_init = ~self._flags["done"]
         self._policy, self._transform = policy, transform
         self._action, self._seen = [], 0  # starts that states were set to zero for
+        self._kept = kept
         found = self._on_tensors(policy, transform, exploration_type)
         self._tensor_policy = None if isinstance(found, str) else found
         self._function, compiled = self._tensor_policy, self._compiled
         is_random = exploration_type is ExplorationType.RANDOM
-        if compiled is not None and is_random and compiled.begin(policy, transform):
+        if compiled is not None and is_random and compiled.begin(policy, transform, self._kept):
             self._function = compiled
 
     def _on_tensors(
@@ -89,7 +95,7 @@ class CollectorPolicy:
         """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
         if exploration_type is not ExplorationType.RANDOM:
             return f"exploration_type is {exploration_type}"
-        found = find_tensor_policy(policy, transform, self._observed)
+        found = find_tensor_policy(policy, transform, self._observed, self._kept)
         try:
             if not isinstance(found, str):
                 self._actions.keys([found.action])
@@ -172,6 +178,7 @@ class CollectorPolicy:
         check_written(self._policy, written)
         written = _with_stored_log_prob(self._policy, written)
         named = {*self._action, *(key for x in heads_of(self._policy) for key in x.log_prob_keys)}
+        named |= {*self._kept}
         public = [x for x in written if x in named or not key_parts(x)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}
 

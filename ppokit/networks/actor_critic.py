@@ -20,7 +20,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit._batch import as_key, key_parts
 from ppokit._checks import check_device
-from ppokit.networks.encoders import make_encoder, orthogonal
+from ppokit.networks.encoders import Encoder, encoders_of, make_encoder, orthogonal
 from ppokit.networks.heads import Head, make_head
 from ppokit.spaces import MASK, OnlySpaces, check_starts, wrap
 
@@ -40,6 +40,7 @@ def actor_critic(
     hidden: Sequence[int] = (64, 64),
     activation: str | Callable[[], nn.Module] = "tanh",
     *,
+    encoder: Encoder | Mapping[NestedKey, Encoder] | None = None,
     critic_hidden: Sequence[int] | None = None,
     shared: bool = False,
     squash: bool = False,
@@ -64,10 +65,17 @@ def actor_critic(
     Args:
         env_or_spaces: a gymnasium environment or vector environment, an id, a pair (observation
             space, action space), or a torchrl environment. It is not closed, nor stepped.
-        hidden: units of each hidden layer. Images pass the Nature CNN before; for its 512 features
+        hidden: units of each hidden layer, behind the encoder. For the features of an encoder
             alone, give ``hidden=()``.
         activation: ``"tanh"``, ``"relu"``, ``"elu"``, ``"gelu"``, ``"silu"``, or a function that
             makes a module.
+        encoder: from an observation to features: ``"nature"`` (Mnih et al., 2015, Nature 518; 512
+            features), ``"impala"`` (Espeholt et al., 2018, arXiv:1802.01561; 256) or ``"small"``
+            (Young and Tian, 2019, arXiv:1903.03176; 128, for images of 10 x 10 to 32 x 32), for all
+            images; a module, for the only observation; or a mapping of observations to these. A
+            module is called with floats ``[N, *shape]`` (choices: one-hot vectors ``[N, F]``), and
+            actor and critic have a copy each. By default images of at least 36 x 36 pass
+            ``"nature"``, and everything else is flattened.
         critic_hidden: hidden layers of the critic; None for ``hidden``.
         shared: policy and critic share encoder and hidden layers.
         squash: actions of a Box lie between its bounds (``TanhNormal``). Otherwise they have no
@@ -83,7 +91,7 @@ def actor_critic(
     Shape:
         - observations ``[*B, *shape]`` of any dtype; bytes are divided by the upper bound of
           their space (0 by 1), and choices become one-hot. An array of three or four dimensions (of
-          two, if bytes) with two neighbours of at least 36 is an image; others are channels.
+          two, if bytes) is an image: height and width are the largest neighbours, others channels.
         - action ``[*B, *action]``, its log-probability ``[*B]``, ``"state_value"`` ``[*B, 1]``.
 
     Returns:
@@ -91,7 +99,7 @@ def actor_critic(
         reads the features of the actor, is for the loss, and the full critic for GAE.
 
     Raises:
-        TypeError: ``env_or_spaces`` is of another kind, or a space has no network.
+        TypeError: ``env_or_spaces`` or an encoder is of another kind, or a space has no network.
         ValueError: an argument is out of range, a space does not start at 0, an observation or a
             part of an action has a name that the networks write, or ``squash`` meets bounds that
             are not finite.
@@ -143,19 +151,20 @@ def actor_critic(
             f"The observations {[x for x in keys if x not in arrays]} are no arrays. Name the "
             f"others, in_keys={arrays}, or encode these in an environment wrapper."
         )
-    specs = [observations[key] for key in keys]
-    encoder, features = make_encoder(specs, hidden, make_layer)
+    specs = {key: observations[key] for key in keys}
+    encoders = encoders_of(encoder, specs)
+    encode, features = make_encoder(specs, encoders, hidden, make_layer)
     options = squash, log_scale, mask_spec, device
     spaces_of = actions.items(True, True)
     heads = {as_key(key): make_head(spec, features, *options) for key, spec in spaces_of}
     mask = None if mask_spec is None else mask
-    actor = _actor(encoder, keys, heads, mask, shared).to(device)
+    actor = _actor(encode, keys, heads, mask, shared).to(device)
     if shared:
         value = orthogonal(nn.Linear(features, 1), 1.0)
         value_head: Any = ValueOperator(value, in_keys=[_FEATURES]).to(device)
-        encode: Any = TensorDictModule(encoder, keys, [_FEATURES])
-        return actor, value_head, TensorDictSequential(encode, value_head)
-    own, features = make_encoder(specs, critic_hidden, make_layer)
+        features_of: Any = TensorDictModule(encode, keys, [_FEATURES])
+        return actor, value_head, TensorDictSequential(features_of, value_head)
+    own, features = make_encoder(specs, encoders, critic_hidden, make_layer)
     own.append(orthogonal(nn.Linear(features, 1), 1.0))
     return actor, ValueOperator(own, in_keys=keys).to(device)
 

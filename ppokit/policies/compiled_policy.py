@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class CompiledPolicy:
         self.reason: str | None = None  #: why the policy is called without a graph
         self._policy: Any = None
         self._transform: TensorDictModuleBase | None = None
+        self._kept: Collection[NestedKey] = ()
         self._modules: dict[str, nn.Module] = {}
         self._failed: str | None = None  # why no graph can be captured
         # by the keys and batch dimensions of the observations: compiled, and not compiled
@@ -63,11 +64,21 @@ class CompiledPolicy:
     def __setstate__(self, state: State) -> None:
         self.__init__(**state)
 
-    def begin(self, policy: Policy, transform: TensorDictModuleBase | None) -> bool:
-        """Return whether a policy can be called as a graph, and warn once of each reason if not."""
-        if policy is not self._policy or transform is not self._transform:
+    def begin(
+        self,
+        policy: Policy,
+        transform: TensorDictModuleBase | None,
+        kept: Collection[NestedKey] = (),
+    ) -> bool:
+        """Return whether a policy can be called as a graph, and warn once of each reason if not.
+
+        ``kept`` is as in :func:`find_tensor_policy`.
+        """
+        is_same = policy is self._policy and transform is self._transform and kept == self._kept
+        if not is_same:
             self._functions.clear()
             self._policy, self._transform, self._failed = policy, transform, None
+            self._kept = kept
         self._is_first, self._rest = True, None  # what makes the rest of the batch
         self._graph: tuple[int, Hashable] | None = (
             None  # the number of its graph, and the layout of the observations
@@ -101,7 +112,7 @@ class CompiledPolicy:
         self._budget.calls += 1
         kind = (*observed,), ndim, total
         if kind not in self._functions:
-            function = _function_of(self._policy, self._transform, *kind)
+            function = _function_of(self._policy, self._transform, *kind, self._kept)
             is_on_cpu = all(value.is_cpu for value in observed.values())
             options = {"what": "the policy", "on_cpu": is_on_cpu, "budget": self._budget}
             options["static"] = not total  # TensorActor has no form without guards
@@ -163,6 +174,7 @@ def _function_of(
     keys: Sequence[NestedKey],
     ndim: int,
     total: bool,
+    kept: Collection[NestedKey],
 ) -> Callable[..., tuple[Entries, Entries, Tensor | None]]:
     """Return the function to capture."""
 
@@ -170,7 +182,7 @@ def _function_of(
         entries = dict(zip(keys, values, strict=True))
         # torchrl's modes are not seen in a graph while it is captured.
         with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
-            function = find_tensor_policy(policy, transform, keys)
+            function = find_tensor_policy(policy, transform, keys, kept)
             if not isinstance(function, str):
                 transformed, written = function(entries)
                 if total:  # else the whole batch is scored at once

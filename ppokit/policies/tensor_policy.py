@@ -84,9 +84,15 @@ class TensorPolicy(NamedTuple):
 
 
 def find_tensor_policy(
-    policy: Policy, transform: TensorDictModuleBase | None, observed: Collection[NestedKey]
+    policy: Policy,
+    transform: TensorDictModuleBase | None,
+    observed: Collection[NestedKey],
+    kept: Collection[NestedKey] = (),
 ) -> TensorPolicy | str:
-    """Return policy and transform as a function of tensors, or why they cannot be called so."""
+    """Return policy and transform as a function of tensors, or why they cannot be called so.
+
+    Entries whose names begin with an underscore are not returned, but those that are ``kept``.
+    """
     modules = _modules_of(policy)
     if isinstance(modules, str):
         return modules
@@ -127,7 +133,7 @@ def find_tensor_policy(
         as_key(head.log_prob_key) if head.return_log_prob else None,
         list(reads),
         [] if transform is None else [as_key(key) for key in transform.out_keys],
-        [key for key in made if not key_parts(key)[-1].startswith("_")],
+        [key for key in made if key in kept or not key_parts(key)[-1].startswith("_")],
     )
 
 

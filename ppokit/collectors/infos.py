@@ -1,0 +1,76 @@
+"""Entries of gymnasium's ``info`` that a collector stores with the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppokit.collectors.batch import Record
+from ppokit.spaces import Shape, name_of
+
+
+class Infos:
+    """The entries of ``info`` under some keys, each in the shape and dtype of the first one."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+            raise TypeError(f"info_keys must be names such as ['lives'], got {keys!r}.")
+        self.keys = tuple(keys)
+        self._last: dict[str, list[Any]] = {}  # beside the observations that come next
+        self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
+
+    def begin(self, record: Record) -> None:
+        """Take the entries beside the first observations, of a record of no steps."""
+        self._last = {key: rows[0] for key, rows in record.infos.items()}
+
+    def take(self, record: Record) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the entries before and after each step of a batch, ``[n, T, ...]``.
+
+        Before the first step of an episode they are those of the reset, 0 where it has none.
+
+        Raises:
+            ValueError: a step has none, or one of another shape or dtype than the first.
+        """
+        found = {}
+        for i, (key, rows) in enumerate(record.infos.items()):
+            before, after = [self._last[key], *rows[1:-1]], [[*row] for row in rows[1:]]
+            for final in record.finals:
+                after[final.time][final.env] = final.infos[i]
+            for time, row in enumerate(after):
+                for env, value in enumerate(row):
+                    is_reset = record.is_reset is not None and record.is_reset[time, env]
+                    if value is None and not is_reset:
+                        raise ValueError(
+                            f"{name_of(env)}: step returned no {key!r} in its info. Return it in "
+                            "every step, or leave it out of info_keys."
+                        )
+            found[key] = self._stacked(key, before, after), self._stacked(key, after, after)
+            self._last[key] = rows[-1]
+        return found
+
+    def _stacked(
+        self, key: str, rows: Sequence[Sequence[Any]], declared: Sequence[Sequence[Any]]
+    ) -> Tensor:
+        """Return ``[n, T, ...]`` of rows ``[T][n]``; ``declared`` are those of the first batch."""
+        if key not in self._kinds:
+            first = np.asarray(next(x for row in declared for x in row if x is not None))
+            self._kinds[key] = first.shape or (1,), first.dtype
+        shape, dtype = self._kinds[key]
+        stacked = np.zeros((len(rows), len(rows[0]), *shape), dtype)
+        for time, row in enumerate(rows):
+            for env, value in enumerate(row):
+                array = np.asarray(0 if value is None else value)
+                is_alike = (array.shape or (1,)) == shape and array.dtype.kind == dtype.kind
+                if value is not None and not (is_alike and dtype.kind in "fiub"):
+                    raise ValueError(
+                        f"{name_of(env)} returned {key!r} in info as {array.dtype} of shape "
+                        f"{list(array.shape)}, and its first one was {dtype} of shape "
+                        f"{list(shape)}. Entries of info_keys are arrays of numbers or flags of "
+                        "one shape; convert them in an environment wrapper."
+                    )
+                stacked[time, env] = array
+        return torch.from_numpy(stacked).transpose(0, 1).contiguous()

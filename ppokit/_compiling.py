@@ -70,6 +70,10 @@ class Budget:
         """Count a capture."""
         self.traces, self._last = self.traces + 1, self.calls
 
+    def take_back(self) -> None:
+        """Do not count a capture that was interrupted."""
+        self.traces = max(0, self.traces - 1)
+
 
 class CompiledFunction:
     """A function compiled into graphs, with all guards of the compiler or with none.
@@ -238,6 +242,8 @@ class CompiledFunction:
             if call.is_traced:
                 self._renew()  # a graph that failed would run again
             if not isinstance(error, Exception):
+                if not call.is_refused:
+                    self._budget.take_back()
                 raise
             no_graph = NoGraphError(OFTEN if call.is_refused else _first_line(error))
             no_graph.is_refused = call.is_refused

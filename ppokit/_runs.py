@@ -22,8 +22,9 @@ def read_run(run: Run) -> list[dict[str, float]]:
         run: what :class:`~ppokit.PPOUpdate` returned, update by update (a row without
             ``"total_frames"`` adds its ``"frames"`` to those before it); or the folder of a log of
             torchrl's ``CSVLogger``, whose steps are taken for frames. A row whose frames lie before
-            those of the last, as in a resumed run, replaces the rows from there on. Entries that
-            are not numbers are left out.
+            those of the last, as in a resumed run, replaces the rows from there on; one with the
+            frames of the last adds to it, or replaces its entries. Entries that are not numbers are
+            left out.
 
     Raises:
         ValueError: there are no rows, a row has no frames, or a folder has several runs.
@@ -56,7 +57,8 @@ def read_run(run: Run) -> list[dict[str, float]]:
         frames = row[FRAMES] if FRAMES in row else frames + row["frames"]
         if rows and frames < rows[-1][FRAMES]:
             rows = [earlier for earlier in rows if earlier[FRAMES] < frames]
-        rows.append({**row, FRAMES: frames})
+        known = rows.pop() if rows and frames == rows[-1][FRAMES] else {}
+        rows.append({**known, **row, FRAMES: frames})
     return rows
 
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy, deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -192,6 +192,19 @@ def unchanged(*parts: object, device: torch.device) -> Iterator[None]:
         finally:
             for restore_part in restore:
                 restore_part()
+
+
+@contextmanager
+def evaluation_mode(*modules: object) -> Iterator[None]:
+    """Put modules into evaluation mode, and restore their modes and torch's random numbers."""
+    with ExitStack() as stack:  # undone in reverse order
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        for module in (x for x in modules if isinstance(x, nn.Module)):
+            for part in module.modules():
+                stack.callback(setattr, part, "training", part.training)
+            stack.callback(module.train, module.training)  # the actor of a TensorActor, too
+            module.eval()
+        yield
 
 
 def load_all(parts: Parts, states: State) -> None:

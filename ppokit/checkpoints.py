@@ -44,11 +44,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Parts) -> None:
         ...     load_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": None})
         {'frames': 1000}
     """
-    if not isinstance(parts, Mapping) or _DISTRIBUTIONS in parts:
-        raise TypeError(
-            f"parts must be a mapping of names such as {{'policy': policy}}, without "
-            f"{_DISTRIBUTIONS!r}, got {type(parts).__name__} {[*parts]}."
-        )
+    _check_parts(parts)
     states = {name: state_dict_of(x) if _has_state(x) else x for name, x in parts.items()}
     states[_DISTRIBUTIONS] = {name: _distributions(part) for name, part in parts.items()}
     path = Path(os.path.realpath(path))  # of a link the file
@@ -108,6 +104,7 @@ def load_checkpoint(
         ...     load_checkpoint(f"{folder}/last.pt", {"policy": nn.Linear(4, 2), "seed": None})
         {'seed': 0}
     """
+    _check_parts(parts)
     states = _read(Path(path), map_location)
     saved = states.pop(_DISTRIBUTIONS, {})
     check_names(states, parts, "what it is loaded into")
@@ -183,6 +180,14 @@ def load_policy(
 
 
 _DISTRIBUTIONS = "__policy_distributions__"  # of each part, beside the states
+
+
+def _check_parts(parts: object) -> None:
+    if not isinstance(parts, Mapping) or _DISTRIBUTIONS in parts:
+        raise TypeError(
+            f"parts must be a mapping of names such as {{'policy': policy}}, without "
+            f"{_DISTRIBUTIONS!r}, got {type(parts).__name__}."
+        )
 
 
 def _distributions(part: Any) -> list[object]:

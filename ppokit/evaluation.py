@@ -11,10 +11,11 @@ import gymnasium as gym
 import torch
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.envs.utils import ExplorationType
 
 from ppokit._checks import whole
+from ppokit._state import evaluation_mode
 from ppokit.collectors import GymCollector
 
 _STEPS = 100  # of each environment, between looks at the ends of episodes
@@ -79,14 +80,8 @@ def evaluate(
         is_list = isinstance(make_env, list | tuple)
         makers = [partial(_limited, x, steps) for x in (make_env if is_list else [make_env])]
         make_env = makers if is_list else makers[0]
-    modules = [x for x in (policy, observation_transform) if isinstance(x, nn.Module)]
     with ExitStack() as stack:  # undone in reverse order
-        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
-        for module in modules:
-            for part in module.modules():
-                stack.callback(setattr, part, "training", part.training)
-            stack.callback(module.train, module.training)  # the actor of a TensorActor, too
-            module.eval()
+        stack.enter_context(evaluation_mode(policy, observation_transform))
         if seed is not None:
             torch.manual_seed(seed)
         # The number of a list or a vector environment need not divide these frames.

@@ -18,7 +18,9 @@ import numpy as np
 from gymnasium.wrappers import RenderCollection
 from torchrl.envs import ExplorationType
 
+from ppokit._checks import whole
 from ppokit._runs import FRAMES, Rows, Run, read_run
+from ppokit._state import evaluation_mode
 from ppokit.collectors import GymCollector
 
 if TYPE_CHECKING:
@@ -210,9 +212,10 @@ def record_episode(
 ) -> list[np.ndarray]:
     """Return pictures of one episode, in which the policy takes the most probable actions.
 
-    A :class:`~ppokit.GymCollector` steps the environment. On Linux ``MUJOCO_GL`` is set to
-    ``"egl"`` unless it is set, so that MuJoCo draws without a screen; without a screen
-    ``SDL_VIDEODRIVER`` is set to ``"dummy"``, for pygame.
+    The policy is in evaluation mode and the statistics of a transform are frozen meanwhile, as in
+    :func:`~ppokit.evaluate`. A :class:`~ppokit.GymCollector` steps the environment. On Linux
+    ``MUJOCO_GL`` is set to ``"egl"`` unless it is set, so that MuJoCo draws without a screen;
+    without a screen ``SDL_VIDEODRIVER`` is set to ``"dummy"``, for pygame.
 
     Args:
         make_env: id of an environment, or a function that makes one with
@@ -221,9 +224,8 @@ def record_episode(
         steps: the largest number of steps; the episode may be shorter.
         every: steps from one picture to the next.
         seed: of the environment, as a collector's: of the episode after the reset with it.
-        **collector_options: of GymCollector, such as ``observation_transform`` (one that counts
-            observations counts these, too, unless it is frozen), ``categorical_action_encoding`` or
-            ``device``.
+        **collector_options: of GymCollector, such as ``observation_transform``,
+            ``categorical_action_encoding`` or ``device``.
 
     Returns:
         Pictures ``[H, W, 3]`` (uint8), the first one before the first step. The list is empty, with
@@ -232,6 +234,7 @@ def record_episode(
 
     Raises:
         TypeError: ``make_env`` cannot be called, or GymCollector does not have an option.
+        ValueError: ``steps`` or ``every`` is less than 1.
         gymnasium.error.UnregisteredEnv: there is no environment of that id.
 
     Example:
@@ -244,11 +247,16 @@ def record_episode(
         >>> len(frames), frames[0].shape
         (5, (400, 600, 3))
     """
+    steps, every = whole().check(steps, "steps"), whole().check(every, "every")
     recorder = _make_recorder(make_env, seed)
     if recorder is None:
         return []
     options: Any = {"exploration_type": ExplorationType.DETERMINISTIC} | collector_options
-    with GymCollector(lambda: recorder, policy, frames_per_batch=steps, **options) as collector:
+    with (
+        evaluation_mode(policy, options.get("observation_transform")),
+        GymCollector(lambda: recorder, policy, frames_per_batch=steps, **options) as collector,
+    ):
+        collector.updates_transform = False
         collector.set_seed(seed)
         start = len(recorder.frame_list) - 1
         done = collector.rollout()["next", "done"].flatten()

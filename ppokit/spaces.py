@@ -296,12 +296,11 @@ class ActionPart(NamedTuple):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.is_choice and array.ndim == 1 and not self.joined:
             return array.tolist()
+        part = self.space[0] if isinstance(self.space, spaces.Tuple) else self.space
+        if type(part) is spaces.Box and part.shape == ():  # torchrl has arrays of one for numbers
+            array = array.squeeze(-1)
         array = array.copy()
-        if self.joined:
-            return array
-        if self.space.shape == ():  # torchrl has arrays of one for numbers
-            return [one.reshape(()) for one in array]
-        return list(array)
+        return array if self.joined else [array[i, ...] for i in range(len(array))]
 
 
 class Actions:

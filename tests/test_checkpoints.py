@@ -93,7 +93,9 @@ def test_a_checkpoint_behind_a_link_is_written_where_the_link_leads(tmp_path: Pa
     assert (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("parts", [[1], {"__policy_distributions__": 1}], ids=str)
+@pytest.mark.parametrize(
+    "parts", [[1], None, nn.Linear(1, 1), {"__policy_distributions__": 1}], ids=str
+)
 def test_parts_that_are_no_mapping_or_have_a_reserved_name(tmp_path: Path, parts: Any):
     with pytest.raises(TypeError, match="parts must be a mapping of names"):
         save_checkpoint(tmp_path / "saved", parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from typing import Any
 
@@ -323,3 +324,45 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not normalizer.frozen
     assert policy.training
+
+
+# -- long episodes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_max_steps_ends_episodes(as_list: bool):
+    """An episode that is longer counts with the return so far."""
+    make = partial(Countdown, 2.0, lengths=(3, 50, 7, 60))
+    given: Any = [make, make] if as_list else make
+    returns, lengths = evaluate(
+        given, actor_critic(Countdown())[0], episodes=8, num_envs=2, max_steps=5, seed=0
+    )
+    assert sorted(lengths.tolist()) == [3, 3, 5, 5, 5, 5, 5, 5]
+    assert torch.equal(returns, 2.0 * lengths)
+
+
+def test_max_steps_of_an_id():
+    _, lengths = evaluate("CartPole-v1", actor_critic("CartPole-v1")[0], episodes=2, max_steps=3)
+    assert lengths.tolist() == [3, 3]
+
+
+def test_max_steps_of_a_vector_environment_names_the_fix():
+    make = partial(SyncVectorEnv, [Countdown] * 2)
+    with pytest.raises(TypeError, match=r"SyncVectorEnv.*max_episode_steps"):
+        evaluate(make, actor_critic(Countdown())[0], max_steps=3)
+    with pytest.raises(ValueError, match="max_steps must be a whole number"):
+        evaluate(Countdown, actor_critic(Countdown())[0], max_steps=0)
+
+
+def test_a_bar_counts_episodes(monkeypatch: pytest.MonkeyPatch):
+    import tqdm.auto
+
+    class Bar(tqdm.auto.tqdm):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options | {"file": io.StringIO(), "disable": False, "delay": 0})
+            bars.append(self)
+
+    bars: list[Any] = []
+    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
+    evaluate(Countdown, actor_critic(Countdown())[0], episodes=5, num_envs=2, seed=0)
+    assert [(x.n, x.total) for x in bars] == [(6, 6)]

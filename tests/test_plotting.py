@@ -247,6 +247,28 @@ def test_frames_of_one_episode(length: int, every: int, shown: Sequence[int]):
     assert env.actions == [1] * 12  # the most probable ones
 
 
+def test_frames_are_of_the_policy_in_evaluation_mode():
+    """It and the random numbers are as before, and a transform counts nothing."""
+    network = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Dropout(0.9))
+    actor, norm = categorical_actor(network).train(), ObservationNormalizer(1)
+    options: Any = {"categorical_action_encoding": True, "observation_transform": norm}
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        env = Counts(7)
+        record_episode(lambda env=env: env, actor, steps=7, **options)
+        assert len({*env.actions}) == 1
+    assert all(x.training for x in actor.modules())
+    assert norm.count == 0
+    torch.manual_seed(0)
+    record_episode(lambda: Counts(7), actor, steps=7, **options)
+    assert torch.equal(torch.rand(1), expected)
+    for bad in ("steps", "every"):
+        with pytest.raises(ValueError, match=f"{bad} must be a whole number of at least 1"):
+            record_episode(lambda: Counts(7), actor, **{bad: 0})
+
+
 def test_frames_of_an_environment_by_its_id():
     network = nn.Linear(4, 2)
     actor = categorical_actor(network)
@@ -284,3 +306,15 @@ def test_environments_that_cannot_be_drawn_warn_or_raise(monkeypatch: pytest.Mon
         record_episode(lambda: undefined, more_often_1())  # noqa: F821  # pyright: ignore
     with pytest.raises(ValueError, match="no pictures to draw"):
         plot_frames([])
+
+
+def test_rows_with_the_same_frames_are_one():
+    """As where a resumed run repeats its last update, or an evaluation follows one."""
+    rows = [{"total_frames": 100.0 * n, "kl": n} for n in (1, 2, 3)]
+    again = {"total_frames": 300.0, "kl": 33.0}
+    found = read_run([*rows, again, {"total_frames": 300.0, "score": 7.0}, rows[0] | {"kl": 9.0}])
+    assert found == [{"total_frames": 100.0, "kl": 9.0}]
+    assert read_run([*rows, again])[2:] == [again]
+    assert read_run([*rows, {"total_frames": 300.0, "score": 7.0}])[2:] == [
+        {"total_frames": 300.0, "kl": 3.0, "score": 7.0}
+    ]

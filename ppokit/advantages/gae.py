@@ -24,6 +24,7 @@ from ppokit._batch import (
     check_shapes,
     check_stored,
     check_trajectories,
+    check_writable,
     get_if_any,
     get_tensor,
     in_cached_parts,
@@ -167,6 +168,12 @@ class GAE(WholeState, TorchRLGAE):
         if not self.use_critic and state.get("lmbda", 1) != 1:
             raise ValueError(f"With use_critic=False lmbda must be 1, got {state['lmbda']}.")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("gamma", "lmbda") and not isinstance(value, Tensor):
+            self.check_state({name: value})
+            value = torch.as_tensor(value, dtype=torch.float64)
+        super().__setattr__(name, value)
+
     @takes_tensordict
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -185,6 +192,10 @@ class GAE(WholeState, TorchRLGAE):
             target_params: parameters for the value of the next observation.
             time_dim: the time dimension; trusted if given.
         """
+        if not torch.compiler.is_compiling():
+            keys = self.tensor_keys
+            written = [keys.advantage, keys.value_target, keys.value, ("next", keys.value)]
+            check_writable(tensordict, written, who="GAE")
         advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
         if self.average_gae:
             key, dim, fix = self.group_key, self.agent_dim, "GAE(group_key=...) names it."

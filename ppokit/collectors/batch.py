@@ -292,7 +292,7 @@ def unseen_observations(record: Record, device: torch.device | None) -> TensorDi
 
 
 def _after_steps(value: Tensor, unseen: Tensor, record: Record) -> Tensor:
-    """Return what is after each step ``[n, T, ...]``, of what is before it and of what is unseen."""
+    """Return what is after each step ``[n, T, ...]``; what is not before another is ``unseen``."""
     n = record.num_envs
     after = torch.cat([value[:, 1:], unseen[:n].unsqueeze(1)], 1)
     if record.finals:

@@ -36,11 +36,11 @@ from ppokit._checks import Checked, whole
 from ppokit._state import check_names, load_all, state_of
 from ppokit.collectors.batch import FLAGS, EpisodeCounts
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
-from ppokit.collectors.episodes import Episodes, first_trajectory_id
+from ppokit.collectors.episodes import LARGEST_ID, Episodes, first_trajectory_id
 from ppokit.collectors.normalization import is_frozen, updated_parts
 from ppokit.collectors.policy import draws_indices
 from ppokit.collectors.torchrl_interface import TorchrlInterface
-from ppokit.collectors.values import VALUE_KEY, StoredValues
+from ppokit.collectors.values import StoredValues
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.spaces import gym_env
 
@@ -103,12 +103,12 @@ class GymCollector(TorchrlInterface):
         episode_reward: write ``("next", "episode_reward")``, the sum of its rewards, of their
             shape, as ``RewardSum`` does.
         info_keys: entries of ``info`` that are stored, such as ``["lives"]``, arrays of numbers or
-            flags: ``("next", "lives")`` ``[num_envs, T, ...]`` (a number: 1) is that of the step, and
-            ``"lives"`` that of the reset or of the step before; 0 where a reset returns none.
+            flags: ``("next", "lives")`` ``[num_envs, T, ...]`` (of a number 1) is that of the step,
+            and ``"lives"`` that of the reset or the step before; 0 where a reset returns none.
         value_network: TensorDictModule that writes ``"state_value"``, such as the critic. Each
             observation is evaluated once, and ``"state_value"`` and ``("next", "state_value")``
-            ``[num_envs, T, 1]`` are stored, for ``GAE(value_network=None)``. What it shares with the
-            policy, such as an encoder, is not computed again. Not for recurrent critics.
+            ``[num_envs, T, 1]`` are stored, for ``GAE(value_network=None)``. What it shares with
+            the policy, such as an encoder, is not computed again. Not for recurrent critics.
         compact_obs: leave out the next observations, for half the memory; needs ``value_network``.
             Release each batch, too, before the next is collected: ``del batch``.
         trajs_per_batch: yield so many whole episodes ``[trajs_per_batch, T]``, padded to the
@@ -254,8 +254,7 @@ class GymCollector(TorchrlInterface):
             RuntimeError: the collector is shut down.
             ValueError: an action has another shape than the environments expect.
         """
-        if self.closed:
-            raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
+        self._check_open()
         with self._closing_on_error(), torch.no_grad():
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
@@ -286,6 +285,7 @@ class GymCollector(TorchrlInterface):
         Returns:
             The seed that a further environment would get.
         """
+        self._check_open()
         seeds = seeds_from(seed, self.num_envs + 1, static_seed)
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
@@ -295,9 +295,14 @@ class GymCollector(TorchrlInterface):
 
     def reset(self) -> None:
         """Reset all environments; the next batch starts with new episodes."""
+        self._check_open()
         with self._closing_on_error():
             self._episodes.begin(new_ids=True)
         self._progress("clear_pending")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
 
     @property
     def closed(self) -> bool:
@@ -330,10 +335,14 @@ class GymCollector(TorchrlInterface):
         # A collector of several processes keeps the ids of its workers to itself.
         others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
         check_names(state := {**others, **state_dict}, self.state_dict(), "a GymCollector")
-        counts = [int(state[name]) for name in ("frames", "iter", "policy_version")]
-        first_id, modules = int(state["traj_pool"]["traj_id"]), self._modules()
-        if min(counts[0], counts[1] + 1, counts[2], first_id) < 0:
-            raise ValueError(f"A count of the state is below 0: {counts}, traj_id {first_id}.")
+        least = {"frames": 0, "iter": -1, "policy_version": 0}
+        counts = [whole(x).check(state[name], name) for name, x in least.items()]
+        first_id, modules = (
+            whole(0).check(state["traj_pool"]["traj_id"], "traj_id"),
+            self._modules(),
+        )
+        if first_id >= LARGEST_ID:
+            raise ValueError(f"traj_id is {first_id}, and must be below {LARGEST_ID}.")
         if lost := [k for k, x in modules.items() if state[k] and not isinstance(x, nn.Module)]:
             raise KeyError(f"The state has {lost}, and there is no module to load it into.")
         load_all({k: x for k, x in modules.items() if isinstance(x, nn.Module)}, state)
@@ -466,11 +475,10 @@ def _check_keys(
             )
     for name, module, keys in (
         ("observation_transform", transform, observed),
-        ("policy", policy, [*there, *own, *FLAGS, IS_INIT]),
+        ("policy", policy, [*there, *own, *FLAGS, IS_INIT]),  # composite parameters are its own
         ("value_network", value_network, there),
     ):
-        names = {key_parts(key)[0] for key in (*keys, *out_keys_of(module))}
-        reads = in_keys_of(module)
+        names, reads = {key_parts(key)[0] for key in keys}, in_keys_of(module)
         if missing := [key for key in reads if key_parts(key)[0] not in names]:
             raise KeyError(
                 f"The {name} reads {missing}, which neither the environments nor an "

@@ -201,7 +201,7 @@ class VectorEnvs:
         """Return the entries of ``infos`` that may be stored, for each environment."""
         if not isinstance(infos, Mapping):
             return [*infos]
-        each: list[dict[str, Any]] = [{} for _ in range(self._env.num_envs)]
+        each: list[Any] = [{} for _ in range(self._env.num_envs)]
         for key in (MASK, *self._info_keys):
             has_entry = infos.get(f"_{key}", self._all)
             for i in np.flatnonzero(has_entry) if key in infos else ():

@@ -29,6 +29,7 @@ from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.spaces import Actions, Leaf, gym_env, observation_leaves
 
 BLOCK_BITS = 36
+LARGEST_ID = ((1 << 27) - 2) << BLOCK_BITS  #: of a state; ids are int64
 _ENVIRONMENTS = str(Path(__file__).with_name("environments.py"))
 _OF_DTYPES = (
     "Pass observation_dtype=, for floating-point observations, observation_transform="

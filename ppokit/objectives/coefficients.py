@@ -86,8 +86,9 @@ def check_can_be_set(name: str, value: object, attributes: State) -> None:
 
 def check_coefficient(name: str, value: Any) -> None:
     """Raise a ValueError if a coefficient is out of range; None is absent, a device is not read."""
-    is_clip = name.startswith(("clip_", "dual_clip", "critic_loss_clip"))
-    if is_clip and (value.numel() if isinstance(value, Tensor) else np.size(value)) != 1:
+    is_single = name.startswith(("clip_epsilon", "dual_clip")) or name in _WIDTHS
+    count = value.numel() if isinstance(value, Tensor) else np.size(value)
+    if is_single and (count != 1 or isinstance(value, str)):
         own = "; build a loss with clip_epsilon=(low, high)" * (name == "clip_epsilon")
         raise ValueError(f"{name} must be one number, got {value!r}{own}.")
     if value is None or (isinstance(value, Tensor) and not _checks.reads_are_free(value.device)):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
@@ -537,7 +538,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         heads: Any = dist.dists.items() if is_composite else [] if of_heads else [(key, dist)]
         for name, head in heads:
             if isinstance(head, Distribution):
-                terms.check_action(name, given.get(name), head.batch_shape + head.event_shape)
+                terms.check_action(name, given.get(name), head)
         return dist.log_prob(action), dist, is_composite
 
     def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
@@ -572,9 +573,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             self._heads = tuple(value)
             self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
 
-    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name in self._all_schedulable_buffers:
             check_can_be_set(name, value, vars(self))
+            value = value.item() if isinstance(value, np.generic) else value
         super().__setattr__(name, value)
 
     def check_state(self, state: State) -> None:

@@ -20,6 +20,7 @@ from tensordict.nn import (
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 from torch import distributions as d
+from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit._batch import Entries, as_key, get_if_any, key_parts
@@ -39,6 +40,7 @@ LogProbs = Tensor | TensorDictBase  #: of the whole action, or of each head
 Keys = NestedKey | list[NestedKey]
 _OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
 _DTYPES = (torch.float32, torch.float64)
+_ONE_HOT = OneHotCategorical, MaskedOneHotCategorical  # whose events leave out the choices
 
 
 def last_module(actor: nn.Module) -> ProbabilisticTensorDictModule | None:
@@ -72,13 +74,16 @@ def known_distribution(
     return family(first, *others)
 
 
-def check_action(key: NestedKey, action: Tensor, size: torch.Size) -> None:
-    """Raise a ValueError for an action that would broadcast to the ``size`` of a distribution."""
-    pairs = list(zip(action.shape, size, strict=False))
-    if action.ndim < len(size) or (action.ndim == len(size) and any(x == 1 < y for x, y in pairs)):
+def check_action(key: NestedKey, action: Tensor, head: d.Distribution) -> None:
+    """Raise a ValueError for an action of another shape than those of a distribution."""
+    size = head.batch_shape + head.event_shape
+    is_one_hot = isinstance(head, _ONE_HOT) and action.ndim > len(size)
+    if (action.shape[:-1] if is_one_hot else action.shape) != size:
         raise ValueError(
             f"{as_key(key)!r} has shape {list(action.shape)}, and the policy's actions have "
-            f"{list(size)}: the action would broadcast. Store each action as the policy returns it."
+            f"{list(size)}: it would broadcast, or be another action. Store each as the policy "
+            "returns it, without a further dimension (use .squeeze(-1)); for choices, "
+            "categorical_action_encoding of the collector says whether they are indices."
         )
 
 

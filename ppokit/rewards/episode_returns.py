@@ -109,6 +109,8 @@ class EpisodeReturns:
         of_sums, of_ids = ([] if x is None else [*x.shape] for x in (sums, ids))
         if (sums is not None and of_sums[1:] != [2]) or (ids is not None and of_ids != of_sums[:1]):
             raise ValueError(f"'open' is [N, 2], and 'ids' [N], got {of_sums} and {of_ids}.")
-        if sums is not None and not (sums[:, 1] >= 0).all():
-            raise ValueError(f"'open' is {sums.tolist()}: returns, and lengths of at least 0.")
+        if sums is not None and not ((sums[:, 1] >= 0) & (sums[:, 1] % 1 == 0)).all():
+            raise ValueError(f"'open' is {sums.tolist()}: returns, and whole lengths, at least 0.")
+        if ids is not None and ids.dtype is not torch.int64:
+            raise ValueError(f"'ids' are int64, got {ids.dtype}.")
         self._open, self._ids = sums, ids

@@ -116,6 +116,8 @@ class SequenceBatcher(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         self.seq_len, self.burn_in = seq_len, burn_in
+        cut_keys = [cut_keys] if isinstance(cut_keys, str) else cut_keys
+        state_keys = [state_keys] if isinstance(state_keys, str) else state_keys
         self.state_keys = None if state_keys is None else [as_key(key) for key in state_keys]
         self.cut_keys = [as_key(key) for key in cut_keys]
         self.done_key, self.mask_key = as_key(done_key), as_key(mask_key)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from ppokit._batch import Options, State, StateDict, is_functional
@@ -22,7 +22,7 @@ from ppokit.update.traces import TracedLosses, difference, trace_losses
 MOST_STRUCTURES = 8  # that keep their graphs
 MOST_STATIC = 4  # graphs of a structure for one layout each; further layouts share one
 MOST_REPLAYS = 8  # layouts of minibatches with a CUDA graph
-MOST_IN_A_ROW = 4  # captures for one layout, none of which fitted the next call
+MOST_IN_A_ROW = 4  # captures for one kind of minibatch, none of which fitted the next call
 TRIES = 16  # while no graph may be captured and none fits, one of so many steps looks for one
 WORTH = 100  # calls of a graph within updates, after which it is captured without guards
 
@@ -84,7 +84,7 @@ class CompiledStep:
         self._own: set[tuple[Structure, Hashable]] = set()  # layouts with a graph of their own
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
         self._replayed: dict[Hashable, ReplayedStep] = {}
-        self._in_a_row: tuple[Hashable, int] = (None, 0)  # captures of a key and layout
+        self._in_a_row: tuple[Hashable, int] = (None, 0)  # captures for one kind of minibatch
         self._has_missed = False
         self._without_state = 0  # calls in a row: the optimizer had none of what a graph trains
         self._doubt: str | None = None  # why the losses could not be traced; they may raise eagerly
@@ -113,6 +113,11 @@ class CompiledStep:
         self._budget.calls, self._doubt = self._budget.calls + 1, None
         if not torch.is_grad_enabled():
             return None  # an eager step raises
+        if isinstance(request.minibatch, LazyStackedTensorDict):
+            try:
+                request = request._replace(minibatch=request.minibatch.contiguous())
+            except RuntimeError:
+                return self._run_eagerly("entries of a stack of minibatches have unlike shapes")
         layout = layout_of(request.minibatch) if self._is_within else ()
         if layout in self._fits and self._are_in_place(self._fits[layout][0]):
             return self._without_guards(request, layout)
@@ -243,8 +248,8 @@ class CompiledStep:
     ) -> Step | None:
         """Make the step by a graph that is captured for it, or return None."""
         structure, is_static = key = self._key(inputs, layout)
-        last, count = self._in_a_row
-        self._in_a_row = (key, layout), count + 1 if last == (key, layout) else 1
+        (last, count), kind = self._in_a_row, (key, layout_of(request.minibatch))
+        self._in_a_row = kind, count + 1 if last == kind else 1
         rests, reason = None, CHANGES
         given = structure, request.minibatch, *inputs.tensors[:2]
         if differs := difference(traced, request.loss, *given):
@@ -267,8 +272,15 @@ class CompiledStep:
                 return self._try(request, inputs, key, modules, layout, captures=True)
             except NoGraphError as error:
                 rests, reason = None if error.is_refused else structure, str(error)
+            except BaseException:  # Ctrl-C
+                self._in_a_row = last, count
+                raise
         self._rests[rests] = self._budget.calls + REST, reason
         return self._run_eagerly(reason)
+
+    def note_skipped_step(self) -> None:
+        """Count no eager step that was skipped, and so could not create the optimizer's state."""
+        self._without_state = 0
 
     def note_eager_losses(self) -> None:
         """Capture nothing for a while if losses that run eagerly could not be traced."""

@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
+from ppokit.functional._checks import at_least_float32
 from ppokit.update.checks import total_and_kls
 from ppokit.update.decision import Limits, Outcome, decide
 from ppokit.update.optimizers import Group, adam_step
@@ -110,7 +111,8 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         if settings.returns_gradients:
             return Outputs(signature, row, others, total, total, gradients)
         largest, limit, is_due, *rates = numbers.unbind()
-        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        squares = [at_least_float32(g).square().sum() for g in gradients]
+        norm = torch.stack(squares).sum().sqrt()
         limits = Limits(limit, is_due > 0, settings.nonfinite)
         decision = decide(total, norm.square(), kls, limits, halted[0] > 0)
         if settings.clips:
@@ -132,10 +134,10 @@ def pack_numbers(
     numbers = [largest, limits.kl, float(limits.is_due)]
     on_device = {}
     for group in optimizer.param_groups:
-        rate = group["lr"]
+        rate = group.get("lr")
         if isinstance(rate, Tensor) and not rate.is_cpu:
             on_device[len(numbers)], rate = rate, 0.0
-        numbers.append(float(rate))
+        numbers.append(0.0 if rate is None else float(rate))
     # torch.tensor(device=...) would wait for the device
     found = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
     for position, rate in on_device.items():

@@ -198,7 +198,8 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, float | Tensor]:
     found: dict[str, float | Tensor] = {}
     for index, group in enumerate(optimizer.param_groups):
         name = group.get("name", index or None)
-        found["lr" if name is None else f"lr/{name}"] = group["lr"]
+        if (rate := group.get("lr")) is not None:  # an optimizer may have none
+            found["lr" if name is None else f"lr/{name}"] = rate
     return found
 
 

@@ -375,6 +375,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 if self.stopped:
                     return self._outcome_after_stop(losses)
                 outcome = self.apply_gradients(minibatch, losses, frames)
+            decision = outcome.decision
+            if self.graphs is not None and decision is not None and not decision.stepped:
+                self.graphs.note_skipped_step()
         self._steps += outcome.decision is not None and bool(outcome.decision.stepped)
         return outcome
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from ppokit import GAE
 from tests.advantages.cases import make_batch, make_critic, ours
 
 
@@ -65,3 +66,20 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_bad_input_raises(function: Callable[[], Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         function()
+
+
+def test_a_locked_batch():
+    batch = make_batch().lock_()
+    with pytest.raises(RuntimeError, match=r"batch is locked, and GAE writes 'advantage': unlock_"):
+        GAE(gamma=0.9, lmbda=0.8, value_network=make_critic())(batch)
+
+
+def test_discounts_are_assigned_as_they_are_given():
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=make_critic())
+    gae.gamma = 0.5
+    expected = GAE(gamma=0.5, lmbda=0.8, value_network=gae.value_network)(make_batch())
+    torch.testing.assert_close(gae(make_batch())["advantage"], expected["advantage"])
+    for value in (None, 1.5, "a"):
+        with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\]"):
+            gae.gamma = value
+    assert gae.gamma == 0.5

@@ -132,6 +132,24 @@ def test_chunks_change_nothing(chunks: dict[str, int], dim: int):
     assert_same(found, ours(batch, critic))
 
 
+def test_large_observations_are_evaluated_in_parts():
+    """Of 8 MiB as float32; a batch below that at once."""
+    batch, sizes = make_batch(4, 20), list[int]()
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.shape[:-1].numel())
+        return x.mean(-1, keepdim=True)
+
+    critic = TensorDictModule(mean, ["x"], ["state_value"])
+    for features, parts in ((10, [80]), (50_000, [41, 39])):
+        x = torch.randint(-9, 9, (4, 21, features), generator=torch.Generator().manual_seed(0))
+        batch["x"], batch["next", "x"] = x[:, :-1].double(), x[:, 1:].double()
+        sizes.clear()
+        found = ours(batch, critic)
+        assert sizes[: len(parts)] == parts
+        torch.testing.assert_close(found["state_value"], batch["x"].mean(-1, keepdim=True))
+
+
 def test_a_critic_that_works_in_place_changes_no_input():
     class Halve(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

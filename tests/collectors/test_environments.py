@@ -74,12 +74,35 @@ def test_each_collector_of_a_process_has_its_own_trajectory_ids():
 
 
 @pytest.mark.parametrize("name", ["frames", "iter", "policy_version"])
-def test_a_count_below_0_is_not_loaded(name: str):
+@pytest.mark.parametrize("value", [-3, 1.5, None, [1]])
+def test_a_state_that_is_no_count_is_not_loaded(name: str, value: Any):
     collector = collector_of()
     before = collector.state_dict()
-    with pytest.raises(ValueError, match="below 0"):
-        collector.load_state_dict(before | {name: -3})
+    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
+        collector.load_state_dict(before | {name: value})
     assert collector.state_dict()[name] == before[name]
+
+
+def test_ids_beyond_int64_are_not_loaded():
+    """Later collectors of the process would have no ids left."""
+    collector = collector_of()
+    for number, words in ((2**63, "must be below"), (-1, "whole number"), (2**63 - 2, "below")):
+        with pytest.raises(ValueError, match=words):
+            collector.load_state_dict(collector.state_dict() | {"traj_pool": {"traj_id": number}})
+    assert len(ids_of(collector_of())) >= 2
+
+
+def test_a_collector_that_is_shut_down_begins_nothing():
+    collector = collector_of()
+    collector.shutdown()
+    for begin in (collector.reset, partial(collector.set_seed, 0), collector.rollout):
+        with pytest.raises(RuntimeError, match="shut down"):
+            begin()
+
+
+def test_a_transform_in_place_of_an_entry_that_is_not_there():
+    with pytest.raises(KeyError, match=r"observation_transform reads \['state'\].*observation"):
+        collector_of(observation_transform=ObservationNormalizer(3, in_key="state"))
 
 
 # -- vector environments ----------------------------------------------------------

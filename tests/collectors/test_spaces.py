@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
@@ -31,6 +33,7 @@ from torchrl.modules import (
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GymCollector
+from ppokit.networks import actor_critic
 from tests.blocks import actor_of
 from tests.collectors.test_collector import (
     ACTIONS,
@@ -266,3 +269,37 @@ def test_choices_that_do_not_start_at_0(space: spaces.Space):
 
     with pytest.raises(ValueError, match=r"starts at .*torchrl's encoding starts at 0"):
         GymCollector(Env, None, frames_per_batch=4)
+
+
+class Numbers(gym.Env):
+    """Takes two numbers, and returns their sum as the reward."""
+
+    observation_space = spaces.Box(-1, 1, (2,))
+
+    def __init__(self, action_space: spaces.Space) -> None:
+        self.action_space = action_space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        parts = [*(action.values() if isinstance(action, dict) else action)]
+        assert [x.shape for x in map(np.asarray, parts)] == [(), ()]
+        return self.observation_space.sample(), float(sum(parts)), False, False, {}
+
+
+NUMBER = spaces.Box(-9, 9, (), np.float32)
+
+
+@pytest.mark.parametrize("mode", [None, AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize("space", [spaces.Tuple([NUMBER] * 2), spaces.Dict(a=NUMBER, b=NUMBER)])
+def test_parts_of_an_action_that_are_numbers(mode: Any, space: spaces.Space):
+    make: Any = partial(Numbers, space)
+    actor, _ = actor_critic(make())
+    env = make if mode is None else SyncVectorEnv([make] * 2, autoreset_mode=mode)
+    with GymCollector(env, actor, frames_per_batch=8, num_envs=2) as collector:
+        batch = collector.rollout()
+    keys = ["action"] if isinstance(space, spaces.Tuple) else ["a", "b"]
+    total = sum(batch[key].flatten(2).sum(-1, keepdim=True) for key in keys)
+    torch.testing.assert_close(batch["next", "reward"], total)

@@ -28,7 +28,7 @@ LOG_PROB = r"'action_log_prob' has shape \[\d, 1\].*squeeze"
     ("kind", "key", "message"),
     [
         *((kind, "action_log_prob", LOG_PROB) for kind in ("normal", "tanh-normal", "categorical")),
-        ("categorical", "action", r"'action' has shape \[5, 5\].*squeeze"),
+        ("categorical", "action", r"'action' has shape \[5, 1\].*have \[5\].*squeeze"),
     ],
 )
 def test_a_trailing_dimension(kind: str, key: str, message: str):
@@ -36,6 +36,17 @@ def test_a_trailing_dimension(kind: str, key: str, message: str):
     batch = make_minibatch(loss.actor_network, 5)
     batch[key] = batch[key].unsqueeze(-1)
     with pytest.raises(ValueError, match=message):
+        loss(batch)
+
+
+@pytest.mark.parametrize("frames", [2, 5])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_one_hot_actions_of_a_policy_that_draws_indices(frames: int, dtype: torch.dtype):
+    loss = build("categorical")
+    batch = make_minibatch(loss.actor_network, frames)
+    batch["action"] = torch.nn.functional.one_hot(batch["action"].long() % 2, 2).to(dtype)
+    words = rf"'action' has shape \[{frames}, 2\].*have \[{frames}\].*categorical_action_encoding"
+    with pytest.raises(ValueError, match=words):
         loss(batch)
 
 

@@ -189,3 +189,9 @@ def test_minibatches_leave_the_names_of_the_sequences():
     sequences = batcher(make_batch(torch.zeros(3, 8, dtype=torch.bool)))
     list(batcher.minibatches(sequences, 2))
     assert sequences.names == sequences["next"].names == [None, "time"]
+
+
+def test_a_key_may_be_given_alone():
+    batcher = SequenceBatcher(4, cut_keys="is_init", state_keys="h")
+    assert batcher.cut_keys == ["is_init"]
+    assert batcher.state_keys == ["h"]

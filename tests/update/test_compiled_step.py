@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.modules import MaskedCategorical, ValueOperator
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep, _compiling
-from tests.blocks import actor_of, make_actor, make_critic, make_minibatch, ppo_update
+from tests.blocks import Given, actor_of, make_actor, make_critic, make_minibatch, ppo_update
 from tests.marks import slow
 from tests.update.parts import make_loss, parameters_of
 from tests.update.step_cases import KINDS_MARKED, make_case
@@ -405,3 +406,121 @@ def test_a_wrapper_of_the_optimizers_step_is_called(scheduled: bool):
     for _ in range(4):
         step(batch)
     assert len(calls) == 4
+
+
+class Tasks(DualClipPPOLoss):
+    """Reads an entry that only some minibatches have."""
+
+    def forward(self, tensordict: Any) -> Any:
+        losses = super().forward(tensordict)
+        for name in "abcd":
+            if name in tensordict.keys():
+                losses["loss_objective"] = losses["loss_objective"] * tensordict[name].mean()
+        return losses
+
+
+def test_kinds_of_minibatches_in_turn_have_a_graph_each():
+    """They do not count as code that changes in each call."""
+    kinds = [minibatch() for _ in range(5)]
+    for name, kind in zip("abcd", kinds[1:], strict=True):
+        kind[name] = torch.rand(8)
+    steps = [
+        make_step(Tasks(make_actor(), make_critic()), compile=compile) for compile in (EAGER, False)
+    ]
+    for _ in range(4):
+        for kind in kinds:
+            for step in steps:
+                step(kind.clone())
+    assert repr(steps[0]).endswith("compiled)")
+    own, expected = (parameters_of(step.loss) for step in steps)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_lazily_stacked_minibatch_is_compiled(first: bool):
+    steps = [make_step(compile=compile) for compile in (EAGER, False)]
+    frames = [minibatch() for _ in range(4)]
+    for n in range(4):
+        given = lazy_stack([*frames[n].unbind(0)]) if n == 1 or (first and not n) else frames[n]
+        for step in steps:
+            step(given.clone())
+    assert repr(steps[0]).endswith("compiled)")
+    own, expected = (parameters_of(step.loss) for step in steps)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_captures_that_are_interrupted_are_made_again():
+    """Five of them do not count as captures that do not fit."""
+    interrupts = [True]
+
+    def backend(graph: Any, _: Any) -> Any:
+        if interrupts[0]:
+            raise KeyboardInterrupt
+        return graph
+
+    step = make_step(compile={"backend": backend})
+    step(minibatch())
+    for _ in range(9):
+        with pytest.raises(KeyboardInterrupt):
+            step(minibatch())
+    interrupts.clear()
+    interrupts.append(False)
+    step(minibatch())
+    assert repr(step).endswith("compiled)")
+
+
+def test_steps_that_are_skipped_after_a_thaw_do_not_end_compiling():
+    loss = make_loss()
+    thawed = [*loss.critic_network.parameters()]
+    for p in thawed:
+        p.requires_grad_(False)
+    optimizer = torch.optim.Adam(loss.actor_network.parameters(), lr=0.01)
+    step = TrainingStep(loss, optimizer, compile=EAGER, nonfinite="skip")
+    for _ in range(3):
+        step(minibatch())
+    for p in thawed:
+        p.requires_grad_(True)
+    optimizer.add_param_group({"params": thawed})
+    bad = minibatch()
+    bad["advantage"][0] = torch.nan
+    for _ in range(7):
+        assert not step(bad)["stepped"]
+    for _ in range(3):
+        step(minibatch())
+    assert repr(step).endswith("compiled)")
+
+
+class Plain(torch.optim.Optimizer):
+    """Has its own name for the rate."""
+
+    def __init__(self, params: Any, rate: float) -> None:
+        super().__init__(params, {"rate": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["rate"] * p.grad
+
+
+@pytest.mark.parametrize("compile", [EAGER, False])
+def test_an_optimizer_without_a_learning_rate(compile: Any):
+    loss, expected = make_loss(), make_loss()
+    update = ppo_update(loss, Plain(loss.parameters(), 0.1), compile=compile, seed=0)
+    other = ppo_update(expected, torch.optim.SGD(expected.parameters(), 0.1), seed=0)
+    for frames in [minibatch(24) for _ in range(3)]:
+        assert "lr" not in update(frames.clone())
+        other(frames.clone())
+    torch.testing.assert_close(parameters_of(loss), parameters_of(expected))
+
+
+def test_the_norm_of_float16_gradients_is_that_of_eager_mode():
+    """Their squares are below the smallest number of float16."""
+    norms = []
+    for compile in (EAGER, False):
+        loss = Given(lambda w, x: TensorDict({"loss_any": (w * x["x"]).sum()}, []), "x")
+        loss.weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        step = make_step(loss, torch.optim.SGD, compile=compile)
+        frames = TensorDict({"x": torch.full((4,), 1e-4, dtype=torch.float16)}, [4])
+        norms += [float(step(frames)["grad_norm"]) for _ in range(3)]
+    assert norms == pytest.approx([2e-4] * 6, rel=1e-2)

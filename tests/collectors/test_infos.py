@@ -1,0 +1,159 @@
+"""GymCollector(info_keys=): entries of info beside each step, of the right one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import DictInfoToList
+
+from ppokit import GymCollector
+from ppokit.networks import actor_critic
+
+MODES = [None, AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP]
+
+
+class Lives(gym.Env):
+    """The observation is what info says: the number of the reset or step, and of the episode."""
+
+    observation_space = spaces.Box(-9, 999, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+    episode, tells_at_reset, told = 0, True, ("lives", "place")
+
+    def told_of(self, time: int) -> tuple[np.ndarray, dict]:
+        info = {"lives": 100 * self.episode + time, "place": np.array([time, self.episode], "i2")}
+        return np.array([time, self.episode], np.float32), {k: info[k] for k in self.told}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        self.time, self.episode = 0, self.episode + 1
+        observation, info = self.told_of(0)
+        return observation, info if self.tells_at_reset else {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        self.time += 1
+        observation, info = self.told_of(self.time)
+        ends = self.time == 2 + self.episode % 3
+        return (
+            observation,
+            0.0,
+            ends and self.episode % 2 == 0,
+            ends and self.episode % 2 == 1,
+            info,
+        )
+
+
+def batches(mode: Any, make_env: Any = Lives, **options: Any) -> list[Any]:
+    actor, _ = actor_critic(Lives())
+    if mode is not None:
+        make_env = partial(SyncVectorEnv, [make_env] * 2, autoreset_mode=mode)
+    frames = {"frames_per_batch": 14, "total_frames": 28, "num_envs": 2}
+    options = {"info_keys": ["lives", "place"]} | options
+    with GymCollector(make_env, actor, **frames, **options) as collector:
+        return list(collector)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_info_is_that_of_the_observation_beside_it(mode: Any):
+    for batch in batches(mode):
+        valid = batch.get(("collector", "mask"), torch.ones(batch.shape, dtype=torch.bool))
+        assert batch["next", "done"].sum() >= 2
+        for td in (batch, batch["next"]):
+            assert td["place"].dtype is torch.int16
+            assert td["lives"].shape == (2, 7, 1)
+            assert td["lives"].dtype is torch.int64
+            time, episode = td["observation"].unbind(-1)
+            assert torch.equal(td["place"].float()[valid], td["observation"][valid])
+            assert torch.equal(td["lives"][..., 0][valid], (100 * episode + time).long()[valid])
+
+
+class Silent(Lives):
+    """Tells nothing at a reset."""
+
+    tells_at_reset = False
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_reset_does_not_tell_is_0(mode: Any):
+    batch, *_ = batches(mode, Silent, info_keys=["lives"])
+    valid = batch.get(("collector", "mask"), torch.ones(batch.shape, dtype=torch.bool))
+    is_start = (batch["observation"][..., 0] == 0) & valid
+    assert is_start.sum() >= 2
+    assert (batch["lives"][is_start] == 0).all()
+    assert (batch["lives"][valid & ~is_start] > 0).all()
+    assert (batch["next", "lives"][valid] > 0).all()
+
+
+class Changing(Lives):
+    """Other info from the fifth step on."""
+
+    value: Any = None
+    count = 0
+
+    def step(self, action: Any) -> Any:
+        *returned, info = super().step(action)
+        self.count += 1
+        if self.count > 4:
+            info["lives"] = self.value
+            if self.value is None:
+                del info["lives"]
+        return (*returned, info)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "step returned no 'lives' in its info"),
+        ([1, 2], r"'lives' in info as int64 of shape \[2\].*first one was int64 of shape \[1\]"),
+        (1.5, "as float64"),
+        ("three", "arrays of numbers or flags"),
+    ],
+)
+def test_info_that_changes(value: Any, words: str):
+    make = type("Own", (Changing,), {"value": value})
+    with pytest.raises(ValueError, match=words):
+        batches(None, make, info_keys=["lives"])
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_members_that_tell_nothing(mode: Any):
+    class Mute(Lives):
+        told = ("place",)
+
+    with pytest.raises(ValueError, match="no 'lives'"):
+        batches(mode, Mute)
+
+
+def test_info_of_a_list():
+    """gymnasium's wrapper returns one dictionary for each member."""
+    env = SyncVectorEnv([Lives] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
+    actor, _ = actor_critic(Lives())
+    with GymCollector(
+        DictInfoToList(env), actor, frames_per_batch=14, info_keys=["lives"]
+    ) as collector:
+        batch = collector.rollout()
+    time, episode = batch["next", "observation"].unbind(-1)
+    valid = batch["collector", "mask"]
+    expected = (100 * episode + time).long()[valid]
+    assert torch.equal(batch["next", "lives"][..., 0][valid], expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "words"),
+    [
+        ("lives", TypeError, r"names such as \['lives'\]"),
+        ([("a", "b")], TypeError, "names such as"),
+        (["action"], ValueError, "another entry 'action'"),
+        (["observation"], ValueError, "another entry 'observation'"),
+        (["done"], ValueError, "another entry 'done'"),
+    ],
+)
+def test_bad_keys(keys: Any, error: Any, words: str):
+    with pytest.raises(error, match=words):
+        batches(None, info_keys=keys)

@@ -1,0 +1,145 @@
+"""actor_critic's encoders: by name, modules of the user's, and images in any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torch import nn
+
+from ppokit import GymCollector
+from ppokit.networks import actor_critic
+from tests.networks.environments import BOX, CHOICE, VECTOR, Spaces, assert_updates, collect
+
+BITS = spaces.Box(0, 1, (10, 10, 4), np.bool_)
+LARGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+PARTS = spaces.Dict(image=LARGE, speed=VECTOR, level=spaces.Discrete(4))
+SHAPES = {  # of the weights up to the features
+    "nature": [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)],
+    "impala": [
+        *((16, 4, 3, 3), *[(16, 16, 3, 3)] * 4),
+        *((32, 16, 3, 3), *[(32, 32, 3, 3)] * 4),
+        *((32, 32, 3, 3), *[(32, 32, 3, 3)] * 4, (256, 3872)),
+    ],
+    "small": [(16, 4, 3, 3), (128, 107584)],
+}
+
+
+def weights(network: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in network.parameters() if p.ndim > 1]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_encoders_by_name(name: str):
+    for network in actor_critic((LARGE, CHOICE), hidden=(), encoder=name):
+        assert weights(network)[:-1] == SHAPES[name]
+
+
+def features_by_hand(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """The residual network, layer by layer, on ``[N, C, H, W]``."""
+    convolutions = iter([x for x in network.modules() if isinstance(x, nn.Conv2d)])
+    x = images
+    for _ in range(3):
+        x = nn.functional.max_pool2d(next(convolutions)(x), 3, 2, 1)
+        for _ in range(2):
+            inner = next(convolutions)(x.relu())
+            x = x + next(convolutions)(inner.relu())
+    *_, last = [x for x in network.modules() if isinstance(x, nn.Linear) and x.out_features == 256]
+    return last(x.relu().flatten(1)).relu()
+
+
+def test_the_residual_network_is_that_of_the_paper():
+    torch.manual_seed(0)
+    _, critic = actor_critic((LARGE, CHOICE), hidden=(), encoder="impala")
+    images = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    expected = critic.module[-1](features_by_hand(critic, images / 255))
+    found = critic(TensorDict({"observation": images}, [2]))["state_value"]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["nature", "small"])
+@pytest.mark.parametrize("layout", ["HWC", "CHW", "HW", "FHWC"])
+def test_images_in_any_layout(name: str, layout: str):
+    """The convolutions see ``[N, C, H, W]``, in any memory, with any number of batch dimensions."""
+    size = {"F": 2, "H": 40, "W": 36, "C": 3}
+    shape = [size[x] for x in layout]
+    space = spaces.Box(0, 51, shape, np.uint8)
+    _, critic = actor_critic((space, CHOICE), hidden=(), encoder=name)
+    images = torch.randint(0, 52, (2, 3, *shape), dtype=torch.uint8)
+    ordered = torch.einsum(f"ab{layout}->ab{layout.replace('HW', '')}HW", images.float() / 51)
+    ordered = ordered.reshape(6, -1, 40, 36)
+    *convolutions, last = [x for x in critic.modules() if isinstance(x, nn.Conv2d | nn.Linear)]
+    for layer in convolutions:
+        ordered = layer(ordered.flatten(1) if isinstance(layer, nn.Linear) else ordered).relu()
+    found = critic(TensorDict({"pixels": images, "observation": images}, [2, 3]))["state_value"]
+    torch.testing.assert_close(found, last(ordered).reshape(2, 3, 1))
+
+
+def test_small_images_and_choices_train_end_to_end():
+    def make() -> Any:
+        return Spaces(spaces.Dict(board=BITS, level=spaces.Discrete(4)), CHOICE)
+
+    encoders = {"board": "small", "level": nn.Linear(4, 5)}
+    networks = actor_critic(make(), encoder=encoders, shared=True)
+    assert_updates(networks, collect(make, networks[0]))
+
+
+class Recorder(nn.Module):
+    """Keeps its last input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x
+        return x.flatten(1)[:, :7].unsqueeze(-1)
+
+
+def test_a_module_gets_numbers_with_one_batch_dimension():
+    given = Recorder()
+    networks = actor_critic((LARGE, BOX), (5,), encoder=given)
+    assert not hasattr(given, "seen")
+    images = torch.full((2, 3, 4, 84, 84), 51, dtype=torch.uint8)
+    for network in networks:
+        network(TensorDict({"observation": images}, [2, 3]))
+        (own,) = [x for x in network.modules() if isinstance(x, Recorder)]
+        assert own is not given
+        assert own.training
+        torch.testing.assert_close(own.seen, torch.full((6, 4, 84, 84), 0.2))
+        assert weights(network)[0] == (5, 7)
+
+
+def test_a_module_gets_choices_as_one_hot_vectors():
+    actor, _ = actor_critic((PARTS, CHOICE), encoder={"level": Recorder(), "image": "small"})
+    entries = {"image": torch.zeros(2, 4, 84, 84, dtype=torch.uint8), "speed": torch.zeros(2, 3)}
+    actor(TensorDict(entries | {"level": torch.tensor([3, 0])}, [2]))
+    (own,) = [x for x in actor.modules() if isinstance(x, Recorder)]
+    assert own.seen.tolist() == [[0, 0, 0, 1], [1, 0, 0, 0]]
+
+
+def test_a_module_with_batch_normalization():
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(3, 4), nn.BatchNorm1d(4))
+    actor, _ = actor_critic((VECTOR, CHOICE), encoder=encoder)
+    assert all(x.training for x in actor.modules())
+    with GymCollector(lambda: Spaces(VECTOR, CHOICE), actor, frames_per_batch=8, num_envs=4) as c:
+        assert c.rollout()["action"].shape == (4, 2)
+
+
+BAD: list[Any] = [
+    (PARTS, nn.Flatten(), ValueError, "is for one observation.*image.*speed.*mapping"),
+    (VECTOR, "nature", ValueError, r"is for images, and there are.*\[3\]"),
+    (BITS, "nature", ValueError, r"no image of at least 36 x 36.*\[10, 10, 4\]"),
+    (PARTS, {"picture": "nature"}, ValueError, "no observation 'picture'"),
+    (PARTS, {"level": "small"}, ValueError, "no image of at least 3 x 3"),
+    (VECTOR, nn.Linear(4, 4), ValueError, r"encoder of 'observation' raised on floats.*\[1, 3\]"),
+    (LARGE, "natur", ValueError, "one of .*'nature', 'impala', 'small'"),
+    (LARGE, nn.Flatten, TypeError, "or a module such as"),
+    (LARGE, 3, TypeError, "got 3"),
+]
+
+
+@pytest.mark.parametrize(("space", "encoder", "error", "words"), BAD)
+def test_bad_encoders(space: Any, encoder: Any, error: Any, words: str):
+    with pytest.raises(error, match=words):
+        actor_critic((space, CHOICE), encoder=encoder)

@@ -254,7 +254,8 @@ class GymCollector(TorchrlInterface):
             RuntimeError: the collector is shut down.
             ValueError: an action has another shape than the environments expect.
         """
-        self._check_open()
+        if self.closed:
+            raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
         with self._closing_on_error(), torch.no_grad():
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
@@ -285,7 +286,6 @@ class GymCollector(TorchrlInterface):
         Returns:
             The seed that a further environment would get.
         """
-        self._check_open()
         seeds = seeds_from(seed, self.num_envs + 1, static_seed)
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
@@ -295,14 +295,9 @@ class GymCollector(TorchrlInterface):
 
     def reset(self) -> None:
         """Reset all environments; the next batch starts with new episodes."""
-        self._check_open()
         with self._closing_on_error():
             self._episodes.begin(new_ids=True)
         self._progress("clear_pending")
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
 
     @property
     def closed(self) -> bool:

@@ -20,7 +20,7 @@ from tensordict.nn import (
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 from torch import distributions as d
-from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
+from torchrl.modules import MaskedCategorical
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit._batch import Entries, as_key, get_if_any, key_parts
@@ -40,7 +40,6 @@ LogProbs = Tensor | TensorDictBase  #: of the whole action, or of each head
 Keys = NestedKey | list[NestedKey]
 _OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
 _DTYPES = (torch.float32, torch.float64)
-_ONE_HOT = OneHotCategorical, MaskedOneHotCategorical  # whose events leave out the choices
 
 
 def last_module(actor: nn.Module) -> ProbabilisticTensorDictModule | None:
@@ -75,10 +74,16 @@ def known_distribution(
 
 
 def check_action(key: NestedKey, action: Tensor, head: d.Distribution) -> None:
-    """Raise a ValueError for an action of another shape than those of a distribution."""
-    size = head.batch_shape + head.event_shape
-    is_one_hot = isinstance(head, _ONE_HOT) and action.ndim > len(size)
-    if (action.shape[:-1] if is_one_hot else action.shape) != size:
+    """Raise a ValueError for an action that would broadcast, or is no index of a choice."""
+    size, inner = head.batch_shape + head.event_shape, head
+    while isinstance(inner, d.Independent):
+        inner = inner.base_dist
+    # torchrl's one-hot choices have another shape than their events
+    is_index = type(inner) in (d.Categorical, MaskedCategorical)
+    pairs = zip(action.shape, size, strict=False)
+    is_less = action.ndim < len(size)
+    broadcasts = is_less or (action.ndim == len(size) and any(x == 1 < y for x, y in pairs))
+    if broadcasts or (is_index and action.shape != size):
         raise ValueError(
             f"{as_key(key)!r} has shape {list(action.shape)}, and the policy's actions have "
             f"{list(size)}: it would broadcast, or be another action. Store each as the policy "

@@ -92,14 +92,6 @@ def test_ids_beyond_int64_are_not_loaded():
     assert len(ids_of(collector_of())) >= 2
 
 
-def test_a_collector_that_is_shut_down_begins_nothing():
-    collector = collector_of()
-    collector.shutdown()
-    for begin in (collector.reset, partial(collector.set_seed, 0), collector.rollout):
-        with pytest.raises(RuntimeError, match="shut down"):
-            begin()
-
-
 def test_a_transform_in_place_of_an_entry_that_is_not_there():
     with pytest.raises(KeyError, match=r"observation_transform reads \['state'\].*observation"):
         collector_of(observation_transform=ObservationNormalizer(3, in_key="state"))

@@ -11,9 +11,11 @@ import gymnasium as gym
 import torch
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType
 
+from ppokit._batch import Policy
 from ppokit._checks import whole
 from ppokit._state import evaluation_mode
 from ppokit.collectors import GymCollector
@@ -23,10 +25,10 @@ _STEPS = 100  # of each environment, between looks at the ends of episodes
 
 def evaluate(
     make_env: Any,
-    policy: Any,
+    policy: Policy,
     *,
     episodes: int = 20,
-    observation_transform: Any = None,
+    observation_transform: TensorDictModuleBase | None = None,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,  # pyright: ignore[reportArgumentType]
     seed: int | None = None,
     num_envs: int = 1,
@@ -118,7 +120,7 @@ def evaluate(
     return returns.squeeze(-1) if returns.shape[1:] == (1,) else returns, lengths.flatten()
 
 
-def _limited(make_env: Any, steps: int) -> gym.Env:
+def _limited(make_env: object, steps: int) -> gym.Env:
     """Return an environment whose episodes end after so many steps."""
     env = gym.make(make_env) if isinstance(make_env, str) else make_env
     env = env() if callable(env) else env

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -269,7 +269,7 @@ def _observations(record: Record) -> tuple[Entries, Entries]:
         if record.compact:
             continue
         # a copy, also where the rows of one environment are contiguous already
-        rows: Any = record.observed[i]
+        rows = cast("Tensor", record.observed[i])
         after = rows[1:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
         following[leaf.key] = after
         array = after.numpy()

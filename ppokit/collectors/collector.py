@@ -186,22 +186,20 @@ class GymCollector(TorchrlInterface):
         self.observation_transform, self.postproc = observation_transform, postproc
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
-        whole_episodes = trajs_per_batch is not None
+        whole_episodes, is_worker = trajs_per_batch is not None, worker_idx is not None
         _check_options(
             observation_dtype,
             has_buffer=replay_buffer is not None,
             has_whole_episodes=whole_episodes,
-            transform_of_worker=None if worker_idx is None else observation_transform,
+            transform_of_worker=observation_transform if is_worker else None,
         )
-        values = None if value_network is None else StoredValues(value_network)
-        _check_values(values, compact_obs=compact_obs, is_worker=worker_idx is not None)
+        values = _values_of(value_network, compact_obs=compact_obs, is_worker=is_worker)
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
-        encoding = categorical_action_encoding
-        encoding = draws_indices(self.policy) if encoding is None else encoding
+        encoding = draws_indices(self.policy) if (x := categorical_action_encoding) is None else x
         readers = self.policy, observation_transform
         reads = {key_parts(key) for x in readers for key in in_keys_of(x)}
-        of_envs = make_env, num_envs, encoding, reads, info_keys
-        made = make_envs(*of_envs, whole_episodes=whole_episodes)
+        options = num_envs, encoding, reads, info_keys
+        made = make_envs(make_env, *options, whole_episodes=whole_episodes)
         self._envs, self.env, self._num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         compiled = CompiledPolicy(compile_policy) if compile_policy is not False else None
@@ -214,8 +212,8 @@ class GymCollector(TorchrlInterface):
                 warnings.warn(f"{said} {self.frames_per_batch} frames.", stacklevel=2)
             self._episodes = Episodes(*made, counts, self.device, *options, values, compact_obs)
             self.keep_episodes = self._episodes.keep_state
-            modules = self.policy, observation_transform, value_network
-            _check_keys(*modules, self._episodes.keys, counts.wanted, info_keys)
+            names = self._episodes.keys, counts.wanted, info_keys
+            _check_keys(self.policy, observation_transform, value_network, *names)
 
     @property
     def num_envs(self) -> int:
@@ -408,18 +406,25 @@ def _check_options(
         )
 
 
-def _check_values(values: StoredValues | None, *, compact_obs: bool, is_worker: bool) -> None:
-    """Raise a ValueError where values cannot be stored, or next observations cannot be left out."""
-    if values is not None and is_worker:
+def _values_of(
+    network: TensorDictModuleBase | None, *, compact_obs: bool, is_worker: bool
+) -> StoredValues | None:
+    """Return what evaluates the network, or None without one.
+
+    Raises:
+        ValueError: the values cannot be stored, or next observations cannot be left out.
+    """
+    if network is not None and is_worker:
         raise ValueError(
             "Each worker would have its own copy of value_network, which no update changes: leave "
             "it out, and pass it to GAE."
         )
-    if compact_obs and values is None:
+    if compact_obs and network is None:
         raise ValueError(
             "compact_obs leaves out the next observations, from which GAE computes values: pass "
             "value_network, so that they are stored."
         )
+    return None if network is None else StoredValues(network)
 
 
 def _check_keys(

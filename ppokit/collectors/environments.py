@@ -122,7 +122,7 @@ class VectorEnvs:
                 "AutoresetMode.SAME_STEP or NEXT_STEP."
             )
         self._env: Any = env
-        self._info_keys, self._all = info_keys, np.ones(env.num_envs, dtype=np.bool_)
+        self._info_keys = info_keys
         self._in_next_step = mode is AutoresetMode.NEXT_STEP
         # members to be reset in this step
         self._ended: np.ndarray = np.zeros(env.num_envs, dtype=np.bool_)
@@ -201,12 +201,13 @@ class VectorEnvs:
         """Return the entries of ``infos`` that may be stored, for each environment."""
         if not isinstance(infos, Mapping):
             return [*infos]
-        each: list[Any] = [{} for _ in range(self._env.num_envs)]
-        for key in (MASK, *self._info_keys):
-            has_entry = infos.get(f"_{key}", self._all)
-            for i in np.flatnonzero(has_entry) if key in infos else ():
-                each[i][key] = infos[key][i]
-        return each
+        count = self._env.num_envs
+        there = {
+            key: infos.get(f"_{key}", [True] * count)
+            for key in (MASK, *self._info_keys)
+            if key in infos
+        }
+        return [{k: infos[k][i] for k, flags in there.items() if flags[i]} for i in range(count)]
 
 
 _OLD = (

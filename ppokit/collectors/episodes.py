@@ -106,7 +106,8 @@ class Episodes:
             record.write(0, i, observation, info)
             record.write_info(0, i, info)
         self._start = [rows[0] for rows in record.observed]
-        self._infos.begin(record)
+        if record.infos:
+            self._infos.begin(record)
         called = self._actions, self.keys, self._num_envs, self._device, self._compiled
         self.policy = CollectorPolicy(*called)  # recurrent states are zero
         self._counts.open.clear()
@@ -159,7 +160,7 @@ class Episodes:
             raise
         self._start = [rows[-1].clone() for rows in record.observed]
         ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
-        infos, unseen = self._infos.take(record), None
+        infos, unseen = self._infos.take(record) if record.infos else {}, None
         if transform is not None or self._values is not None:
             unseen = unseen_observations(record, self._device)
             unseen = unseen if transform is None else transform(unseen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ class Infos:
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise TypeError(f"info_keys must be names such as ['lives'], got {keys!r}.")
         self.keys = tuple(keys)
-        self._last: dict[str, list[Any]] = {}  # beside the observations that come next
+        self._last: dict[str, Sequence[object]] = {}  # beside the observations that come next
         self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
 
     def begin(self, record: Record) -> None:
@@ -53,7 +52,7 @@ class Infos:
         return found
 
     def _stacked(
-        self, key: str, rows: Sequence[Sequence[Any]], declared: Sequence[Sequence[Any]]
+        self, key: str, rows: Sequence[Sequence[object]], declared: Sequence[Sequence[object]]
     ) -> Tensor:
         """Return ``[n, T, ...]`` of rows ``[T][n]``; ``declared`` are those of the first batch."""
         if key not in self._kinds:

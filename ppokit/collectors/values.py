@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from ppokit._batch import (
     is_recurrent,
     out_keys_of,
 )
-from ppokit._calls import call, leaves
+from ppokit._calls import call, explain, leaves, obstacle, shapes_of
 from ppokit.collectors.batch import Record
 
 VALUE_KEY = "state_value"
@@ -33,7 +33,7 @@ class StoredValues:
     What its first modules would compute is taken from the policy, if they are modules of it.
     """
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: TensorDictModuleBase) -> None:
         if is_recurrent(network):
             raise ValueError(
                 "value_network is recurrent: leave it out, and pass it to GAE, which continues "
@@ -46,16 +46,20 @@ class StoredValues:
             )
         self.network = network
 
-    def _shared(self, policy: Policy) -> list[Any]:
+    def _shared(self, policy: Policy) -> list[TensorDictModule]:
         """Return the first modules of the network that the policy has called, too."""
-        own = [*leaves(policy)]
-        written = [key for part in own for key in out_keys_of(part)]
+        own = [x for x in leaves(policy) if isinstance(x, TensorDictModule)]
+        written = [key for x in own for key in x.out_keys]
 
-        def is_shared(part: Any) -> bool:
-            names = "module", "in_keys", "out_keys"
-            of_part = [getattr(part, name, None) for name in names]
-            is_there = any([getattr(x, name, None) for name in names] == of_part for x in own)
-            return is_there and all(written.count(key) == 1 for key in part.out_keys)
+        def is_shared(part: TensorDictModuleBase) -> bool:
+            is_plain = isinstance(part, TensorDictModule) and obstacle(part) is None
+            return is_plain and any(
+                x.module is part.module
+                and (x.in_keys, x.out_keys) == (part.in_keys, part.out_keys)
+                and obstacle(x) is None
+                and all(written.count(key) == 1 for key in x.out_keys)
+                for x in own
+            )
 
         return [*takewhile(is_shared, leaves(self.network))]
 
@@ -80,8 +84,10 @@ class StoredValues:
         others = [*leaves(self.network)][len(shared) :] if shared else [self.network]
         reads = dict.fromkeys(as_key(key) for part in others for key in in_keys_of(part))
         inputs = {key: get_if_any(batch, key) for key in reads if key not in kept}
-        given: Any = {key: x for key, x in (inputs | kept).items() if x is not None}
-        frames = TensorDict(given, batch.batch_size, device=batch.device).reshape(-1)
+        frames = TensorDict(batch_size=batch.batch_size, device=batch.device)
+        for key, x in (inputs | kept).items():
+            frames = frames if x is None else frames.set(key, x)
+        frames = frames.reshape(-1)
         parts = [self._evaluate(others, part.clone()) for part in in_cached_parts(frames)]
         value = torch.cat(parts).unflatten(0, batch.batch_size)
         rows = {(env, record.steps - 1): env for env in range(record.num_envs)}
@@ -91,13 +97,17 @@ class StoredValues:
         after = value.roll(-1, 1)
         if places:
             envs, times = (list(x) for x in zip(*places, strict=True))
-            own: Any = unseen[[rows[place] for place in places]]
-            after[envs, times] = self._evaluate([self.network], own)
+            own = torch.tensor([rows[place] for place in places])
+            after[envs, times] = self._evaluate([self.network], unseen.gather(0, own))
         terminated = batch["next", "terminated"]
         batch[VALUE_KEY], batch["next", VALUE_KEY] = value, after.masked_fill(terminated, 0)
 
-    def _evaluate(self, modules: Sequence[Any], frames: TensorDictBase) -> Tensor:
-        value = call(modules, frames)[VALUE_KEY]
+    def _evaluate(self, modules: Sequence[TensorDictModuleBase], frames: TensorDictBase) -> Tensor:
+        try:
+            value = call(modules, frames)[VALUE_KEY]
+        except (KeyError, RuntimeError, ValueError) as error:
+            explain(error, "The value network", shapes_of(frames), self.network)
+            raise
         if value.shape != (len(frames), 1) or not value.isfinite().all():
             raise ValueError(
                 f"The value network's {VALUE_KEY!r} has shape {list(value.shape)}, or is nan or "

@@ -152,11 +152,10 @@ def actor_critic(
             f"others, in_keys={arrays}, or encode these in an environment wrapper."
         )
     specs = {key: observations[key] for key in keys}
-    encoders = encoders_of(encoder, specs)
-    encode, features = make_encoder(specs, encoders, hidden, make_layer)
-    options = squash, log_scale, mask_spec, device
-    spaces_of = actions.items(True, True)
-    heads = {as_key(key): make_head(spec, features, *options) for key, spec in spaces_of}
+    encoders = specs, encoders_of(encoder, specs)
+    encode, features = make_encoder(*encoders, hidden, make_layer)
+    options = features, squash, log_scale, mask_spec, device
+    heads = {as_key(k): make_head(x, *options) for k, x in actions.items(True, True)}
     mask = None if mask_spec is None else mask
     actor = _actor(encode, keys, heads, mask, shared).to(device)
     if shared:
@@ -164,7 +163,7 @@ def actor_critic(
         value_head: Any = ValueOperator(value, in_keys=[_FEATURES]).to(device)
         features_of: Any = TensorDictModule(encode, keys, [_FEATURES])
         return actor, value_head, TensorDictSequential(features_of, value_head)
-    own, features = make_encoder(specs, encoders, critic_hidden, make_layer)
+    own, features = make_encoder(*encoders, critic_hidden, make_layer)
     own.append(orthogonal(nn.Linear(features, 1), 1.0))
     return actor, ValueOperator(own, in_keys=keys).to(device)
 

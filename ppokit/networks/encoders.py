@@ -35,15 +35,14 @@ def encoders_of(
     """
     shapes = {key: [*spec.shape] for key, spec in specs.items()}
     sides = {key: _sides(spec)[0] for key, spec in specs.items()}
-    given: Any = {} if encoder is None else encoder
-    if isinstance(given, Mapping):
-        found: dict[NestedKey, Encoder] = {as_key(key): one for key, one in given.items()}
+    if encoder is None or isinstance(encoder, Mapping):
+        found = {as_key(key): one for key, one in (encoder or {}).items()}
     else:
-        chosen = [key for key, side in sides.items() if side or not isinstance(given, str)]
-        found = dict.fromkeys(chosen, given)
-        if not found or (len(found) > 1 and not isinstance(given, str)):
+        is_name = isinstance(encoder, str)
+        found = {key: encoder for key, side in sides.items() if side or not is_name}
+        if not found or (len(found) > 1 and not is_name):
             raise ValueError(
-                f"encoder={given!r} is for {'one observation' if found else 'images'}, and there "
+                f"encoder={encoder!r} is for {'one observation' if found else 'images'}, and there "
                 f"are {shapes}. Give a mapping of observations to their encoders."
             )
     for key, one in found.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -573,10 +573,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             self._heads = tuple(value)
             self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name in self._all_schedulable_buffers:
             check_can_be_set(name, value, vars(self))
-            value = value.item() if isinstance(value, np.generic) else value
+            value = cast("Tensor", value.item()) if isinstance(value, np.generic) else value
         super().__setattr__(name, value)
 
     def check_state(self, state: State) -> None:

@@ -212,6 +212,12 @@ class PPOUpdate:
             )
         if self.recompute_advantage and self.advantage is None:
             raise ValueError("recompute_advantage needs an advantage module.")
+        has_none = hasattr(self.advantage, "value_network") and self.value_network is None
+        if self.recompute_advantage and has_none:
+            raise ValueError(
+                "recompute_advantage computes values again, and the advantage module has no "
+                "value_network: pass it the critic, and collect with compact_obs=False."
+            )
         if self.adaptive_kl is not None and self.scheduler is not None:
             target, name = self.adaptive_kl.target
             if self.scheduler.drives(target, name):

@@ -9,7 +9,7 @@ import sys
 
 from tests.benchmarks.timing import on_one_thread
 
-TIMED = {"gae", "ray_workers", "recurrent", "rewards", "scale", "step", "trainer"}
+TIMED = {"gae", "pixels", "ray_workers", "recurrent", "rewards", "scale", "step", "trainer"}
 TIMED |= {"vector_environments", "workers"}
 
 if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].rsplit(".", 1)[-1] in TIMED:

@@ -187,6 +187,22 @@ def test_bad_networks():
         collector.rollout()
 
 
+def test_a_critic_for_other_observations_is_explained():
+    actor, _ = make_networks(False)
+    _, critic = actor_critic("CartPole-v1")
+    collector = collector_of(Wander, actor, value_network=critic)
+    with pytest.raises(ValueError, match=r"value network.*'observation'.*\[.*3\]"):
+        collector.rollout()
+
+
+def test_recomputed_advantages_need_the_critic():
+    actor, critic = make_networks(False)
+    loss = DualClipPPOLoss(actor, critic)
+    optimizer = torch.optim.SGD(loss.parameters(), 0.01)
+    with pytest.raises(ValueError, match=r"recompute_advantage.*no value_network"):
+        ppo_update(loss, optimizer, advantage=gae(value_network=None), recompute_advantage=True)
+
+
 def test_gae_without_next_observations_names_the_fix():
     actor, critic = make_networks(False)
     with collector_of(Wander, actor, value_network=critic, compact_obs=True) as collector:

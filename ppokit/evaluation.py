@@ -123,12 +123,15 @@ def evaluate(
 def _limited(make_env: object, steps: int) -> gym.Env:
     """Return an environment whose episodes end after so many steps."""
     env = gym.make(make_env) if isinstance(make_env, str) else make_env
-    env = env() if callable(env) else env
-    if isinstance(env, gym.Env):
+    env, is_made = (env(), True) if callable(env) else (env, isinstance(make_env, str))
+    if isinstance(env, gym.Env) and is_made:
         return TimeLimit(env, steps)
+    if is_made and hasattr(env, "close"):
+        env.close()  # pyright: ignore
     fix = "gymnasium.make_vec(id, n, max_episode_steps=...)" if isinstance(env, VectorEnv) else ""
     raise TypeError(
-        f"max_steps limits gymnasium environments, not a {type(env).__name__}. Limit its episodes "
+        f"max_steps limits gymnasium environments that an id or a function makes, and make_env is "
+        f"or makes a {type(env).__name__}. Pass a function, or limit its episodes "
         f"where you make it{fix and ': '}{fix}."
     )
 

@@ -350,6 +350,12 @@ def test_max_steps_of_a_vector_environment_names_the_fix():
     make = partial(SyncVectorEnv, [Countdown] * 2)
     with pytest.raises(TypeError, match=r"SyncVectorEnv.*max_episode_steps"):
         evaluate(make, actor_critic(Countdown())[0], max_steps=3)
+    vector = make()
+    with pytest.raises(TypeError, match=r"SyncVectorEnv.*max_episode_steps"):
+        evaluate(lambda: vector, actor_critic(Countdown())[0], max_steps=3)
+    assert vector.closed
+    with pytest.raises(TypeError, match="is or makes a Countdown"):
+        evaluate(Countdown(), actor_critic(Countdown())[0], max_steps=3)
     with pytest.raises(ValueError, match="max_steps must be a whole number"):
         evaluate(Countdown, actor_critic(Countdown())[0], max_steps=0)
 

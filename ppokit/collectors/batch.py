@@ -95,7 +95,7 @@ class Record:
     def write_info(self, row: int, env: int, info: Info) -> None:
         """Store the entries of ``info`` beside an observation."""
         for key, rows in self.infos.items():
-            rows[row][env] = info.get(key)
+            rows[row][env] = _copied(info.get(key))
 
     def end(
         self,
@@ -109,7 +109,8 @@ class Record:
         """Store the end of an episode, in an environment that is reset in the same step."""
         self.terminated[time, env], self.truncated[time, env] = terminated, truncated
         final = [np.array(leaf.read(observation, info, env)) for leaf in self.leaves]
-        self.finals.append(Final(time, env, final, [info.get(key) for key in self.infos]))
+        infos = [_copied(info.get(key)) for key in self.infos]
+        self.finals.append(Final(time, env, final, infos))
         self.starts.append(env)
 
     def raw_observations(self) -> TensorDict:
@@ -181,6 +182,14 @@ class Columns:
         return {k: torch.cat(rows).transpose(0, 1).contiguous() for k, rows in packed.items()}
 
 
+def _copied(value: object) -> object:
+    """Return a copy as an array, because an environment may write to it; None is none."""
+    try:
+        return None if value is None else np.array(value)
+    except (TypeError, ValueError):  # ragged; named later
+        return value
+
+
 def _in_one_memory(x: Tensor, y: Tensor | None) -> bool:
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return True
@@ -190,9 +199,11 @@ def _in_one_memory(x: Tensor, y: Tensor | None) -> bool:
 class EpisodeCounts:
     """Adds up steps or rewards over episodes, as torchrl's StepCounter and RewardSum do."""
 
+    names = "step_count", "episode_reward"
+
     def __init__(self, *, step_count: bool, episode_reward: bool) -> None:
-        names = {"step_count": step_count, "episode_reward": episode_reward}
-        self.wanted = [name for name, is_wanted in names.items() if is_wanted]
+        is_wanted = dict(zip(self.names, (step_count, episode_reward), strict=True))
+        self.wanted = [name for name in self.names if is_wanted[name]]
         self.open: dict[str, Tensor] = {}  #: of the episodes that go on
 
     def write(self, batch: TensorDictBase) -> None:

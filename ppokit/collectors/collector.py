@@ -40,7 +40,7 @@ from ppokit.collectors.episodes import LARGEST_ID, Episodes, first_trajectory_id
 from ppokit.collectors.normalization import is_frozen, updated_parts
 from ppokit.collectors.policy import draws_indices
 from ppokit.collectors.torchrl_interface import TorchrlInterface
-from ppokit.collectors.values import StoredValues
+from ppokit.collectors.values import VALUE_KEY, StoredValues
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.spaces import gym_env
 
@@ -447,18 +447,21 @@ def _check_keys(
     own = [as_key(key) for key in (*states, *out_keys_of(policy))]
     there = [*observed, *map(as_key, made)]
     names = *FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts
-    for key in info_keys:
-        if key in {*names, *(key_parts(x)[0] for x in (*own, *there))}:
-            raise ValueError(
-                f"info_keys: the batch has another entry {key!r}. Rename that of info in an "
-                "environment wrapper."
-            )
-    reserved = dict.fromkeys((*names, *info_keys), "collector")
-    reserved |= dict.fromkeys(out_keys_of(value_network), "value network")
+    reserved = dict.fromkeys(names, "collector")
     of_gae = "advantage", "value_target", "shifted_valid"
     reserved |= dict.fromkeys(of_gae, "GAE of the update")
     reserved["raw_reward"] = "reward normalizer"
     reserved["steps_to_next_obs"] = "MultiStepTransform of torchrl"  # which GAE reads
+    reserved |= dict.fromkeys(out_keys_of(value_network), "value network")
+    others = {*reserved, VALUE_KEY, *EpisodeCounts.names}
+    others |= {key_parts(x)[0] for x in (*own, *there)}
+    for key in info_keys:
+        if key in others or not key:
+            raise ValueError(
+                f"info_keys: a batch has another entry {key!r}, or may have. Rename that of info "
+                "in an environment wrapper."
+            )
+    reserved |= dict.fromkeys(info_keys, "collector")
     if taken := [key for key in own if key_parts(key)[0] == "collector"]:
         raise ValueError(
             f"The policy writes {taken[0]!r}, over the collector's entries: rename it, or the part "

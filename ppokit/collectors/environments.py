@@ -167,6 +167,12 @@ class VectorEnvs:
                     f"{type(env).__name__} says that it resets its members in the same step, but "
                     "returns no 'final_obs'. Use one whose autoreset mode is NEXT_STEP."
                 )
+            if self._info_keys and "final_info" not in infos:
+                raise ValueError(
+                    f"{type(env).__name__} returns no 'final_info' where an episode ends, and so "
+                    f"no {[*self._info_keys]} of its last step. Make it with autoreset_mode="
+                    "AutoresetMode.NEXT_STEP, or leave info_keys out."
+                )
             final_infos = self._infos(infos.get("final_info", {}))
             for i in np.flatnonzero(self._ended).tolist():
                 final = infos["final_obs"][i], final_infos[i]
@@ -207,7 +213,11 @@ class VectorEnvs:
             for key in (MASK, *self._info_keys)
             if key in infos
         }
-        return [{k: infos[k][i] for k, flags in there.items() if flags[i]} for i in range(count)]
+
+        def entry(key: str, member: int) -> object:
+            return infos[key] if isinstance(infos[key], Mapping) else infos[key][member]
+
+        return [{k: entry(k, i) for k, flags in there.items() if flags[i]} for i in range(count)]
 
 
 _OLD = (

@@ -56,20 +56,36 @@ class Infos:
     ) -> Tensor:
         """Return ``[n, T, ...]`` of rows ``[T][n]``; ``declared`` are those of the first batch."""
         if key not in self._kinds:
-            first = np.asarray(next(x for row in declared for x in row if x is not None))
-            self._kinds[key] = first.shape or (1,), first.dtype
+            first = next(x for row in declared for x in row if x is not None)
+            if not isinstance(first, np.ndarray) or first.dtype.kind not in "fiub":
+                raise ValueError(
+                    f"info has {key!r} as {first!r}. Entries of info_keys are numbers, flags or "
+                    "arrays of them: convert it in an environment wrapper, or leave it out."
+                )
+            dtype = np.dtype(np.float64) if first.dtype.itemsize > 8 else first.dtype
+            self._kinds[key] = first.shape or (1,), dtype.newbyteorder("=")
         shape, dtype = self._kinds[key]
         stacked = np.zeros((len(rows), len(rows[0]), *shape), dtype)
         for time, row in enumerate(rows):
             for env, value in enumerate(row):
-                array = np.asarray(0 if value is None else value)
-                is_alike = (array.shape or (1,)) == shape and array.dtype.kind == dtype.kind
-                if value is not None and not (is_alike and dtype.kind in "fiub"):
+                if value is not None and not _fits(value, shape, dtype):
                     raise ValueError(
-                        f"{name_of(env)} returned {key!r} in info as {array.dtype} of shape "
-                        f"{list(array.shape)}, and its first one was {dtype} of shape "
-                        f"{list(shape)}. Entries of info_keys are arrays of numbers or flags of "
-                        "one shape; convert them in an environment wrapper."
+                        f"{name_of(env)} returned {key!r} in info, in a reset or a step, as "
+                        f"{value!r}; the first one that a step returned is {dtype} of shape "
+                        f"{list(shape)}, a number counting as [1]. Return one shape and dtype."
                     )
-                stacked[time, env] = array
+                stacked[time, env] = 0 if value is None else value
         return torch.from_numpy(stacked).transpose(0, 1).contiguous()
+
+
+def _fits(value: object, shape: Shape, dtype: np.dtype) -> bool:
+    """Return whether a value can be stored; floats may be rounded, but not become infinite."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
+        return False
+    if (value.shape or (1,)) != shape:
+        return False
+    with np.errstate(all="ignore"):
+        stored = value.astype(dtype)
+    if dtype.kind == "f":
+        return bool((np.isfinite(stored) == np.isfinite(value)).all())
+    return bool((stored == value).all())

@@ -21,8 +21,9 @@ from ppokit._batch import (
     is_recurrent,
     out_keys_of,
 )
-from ppokit._calls import call, explain, leaves, obstacle, shapes_of
+from ppokit._calls import call, explain, obstacle, parts, shapes_of
 from ppokit.collectors.batch import Record
+from ppokit.policies.tensor_policy import modules_of_policy
 
 VALUE_KEY = "state_value"
 
@@ -47,8 +48,13 @@ class StoredValues:
         self.network = network
 
     def _shared(self, policy: Policy) -> list[TensorDictModule]:
-        """Return the first modules of the network that the policy has called, too."""
-        own = [x for x in leaves(policy) if isinstance(x, TensorDictModule)]
+        """Return the first modules of the network that the policy has called, too.
+
+        Modules within others that do more than call them in turn are not looked at.
+        """
+        modules = modules_of_policy(policy)
+        of_policy = [] if isinstance(modules, str) else [y for x in modules for y in parts(x)]
+        own = [x for x in of_policy if isinstance(x, TensorDictModule)]
         written = [key for x in own for key in x.out_keys]
 
         def is_shared(part: TensorDictModuleBase) -> bool:
@@ -61,7 +67,7 @@ class StoredValues:
                 for x in own
             )
 
-        return [*takewhile(is_shared, leaves(self.network))]
+        return [*takewhile(is_shared, parts(self.network))]
 
     def kept(self, policy: Policy) -> list[NestedKey]:
         """Return the entries that the policy writes and the network need not compute."""
@@ -81,18 +87,18 @@ class StoredValues:
             ValueError: a value is not finite, or of another shape than ``[n, T, 1]``.
         """
         shared = self._shared(policy)
-        others = [*leaves(self.network)][len(shared) :] if shared else [self.network]
+        others = parts(self.network)[len(shared) :] if shared else [self.network]
         reads = dict.fromkeys(as_key(key) for part in others for key in in_keys_of(part))
         inputs = {key: get_if_any(batch, key) for key in reads if key not in kept}
         frames = TensorDict(batch_size=batch.batch_size, device=batch.device)
         for key, x in (inputs | kept).items():
             frames = frames if x is None else frames.set(key, x)
         frames = frames.reshape(-1)
-        parts = [self._evaluate(others, part.clone()) for part in in_cached_parts(frames)]
-        value = torch.cat(parts).unflatten(0, batch.batch_size)
+        values = [self._evaluate(others, part.clone()) for part in in_cached_parts(frames)]
+        value = torch.cat(values).unflatten(0, batch.batch_size)
         rows = {(env, record.steps - 1): env for env in range(record.num_envs)}
         rows |= {(x.env, x.time): record.num_envs + i for i, x in enumerate(record.finals)}
-        # GAE evaluates the same rows in this order, so its numbers are the same to the bit.
+        # GAE evaluates the same rows in this order, with the same rounding.
         places = sorted((env, time) for env, time in rows if not record.terminated[time, env])
         after = value.roll(-1, 1)
         if places:

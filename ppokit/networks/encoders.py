@@ -52,10 +52,12 @@ def encoders_of(
                 f"got {one!r}."
             )
         least = 0 if isinstance(one, nn.Module) else CONVOLUTIONS[one].least
-        if key not in specs or sides[key] < least:
+        if key not in specs:
+            raise ValueError(f"There is no observation {key!r} for an encoder, but {shapes}.")
+        if sides[key] < least:
             raise ValueError(
-                f"There is no observation {key!r} for the encoder {one!r}, or no image of at least "
-                f"{least} x {least}. There are {shapes}."
+                f"The encoder {one!r} needs an image of at least {least} x {least}, and {key!r} "
+                f"has shape {shapes[key]}."
             )
     return found
 
@@ -72,17 +74,20 @@ def make_encoder(
     """
     inputs, encoded = [], []
     for key, spec in specs.items():
-        inputs.append(module := _input(spec, encoders.get(key)).eval())
+        inputs.append(module := _input(spec, encoders.get(key)))
+        modes = [(part, part.training) for part in module.modules()]
+        module.eval()  # one row has no variance
         try:
             with torch.no_grad():
                 encoded.append(module(spec.zero().unsqueeze(0)))
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if key not in encoders:
                 raise
             raise ValueError(
                 f"The encoder of {key!r} raised on floats of shape {[1, *spec.shape]}: {error}"
             ) from error
-        module.train()
+        for part, mode in modes:
+            part.training = mode
     sizes = [sum(x.shape[-1] for x in encoded), *hidden]
     layers: list[nn.Module] = [Joined(inputs)] if len(inputs) > 1 else inputs
     for before, after in itertools.pairwise(sizes):
@@ -116,14 +121,15 @@ class Numbers(nn.Module):
         largest: of each byte ``[*shape]``, of which 0 divides by 1; None for other numbers.
     """
 
-    scale: Tensor | None
+    scale: Tensor | float | None
 
     def __init__(self, largest: Tensor | None) -> None:
         super().__init__()
         scale = None if largest is None else 1 / largest.clamp_min(1).to(torch.get_default_dtype())
-        if scale is not None and (scale == scale.flatten()[0]).all():
-            scale = scale.flatten()[0].clone()
-        self.register_buffer("scale", scale, persistent=False)
+        if scale is not None and len(values := scale.unique()) == 1:
+            self.scale = values.item()
+        else:
+            self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the numbers, in the same shape."""
@@ -171,7 +177,7 @@ class Own(nn.Module):
         """Return ``[*B, F]`` for ``[*B, *shape]``."""
         batch = x.shape[: x.ndim - self.dims]
         features = self.module(self.numbers(x.reshape(-1, *x.shape[len(batch) :])))
-        return features.reshape(*batch, features[:1].numel())
+        return features.reshape(*batch, math.prod(features.shape[1:]))
 
 
 class ImageEncoder(nn.Module):

@@ -93,7 +93,7 @@ def find_tensor_policy(
 
     Entries whose names begin with an underscore are not returned, but those that are ``kept``.
     """
-    modules = _modules_of(policy)
+    modules = modules_of_policy(policy)
     if isinstance(modules, str):
         return modules
     *networks, head = modules
@@ -137,7 +137,7 @@ def find_tensor_policy(
     )
 
 
-def _modules_of(policy: Policy) -> list[Any] | str:
+def modules_of_policy(policy: Policy) -> list[Any] | str:
     """Return the modules that a policy calls in turn to draw one action, or why it does more."""
     name, actor = type(policy).__name__, cast("ProbabilisticActor", policy)
     if type(policy) not in _SEQUENCES or not isinstance(actor.module, nn.ModuleList):

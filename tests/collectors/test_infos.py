@@ -53,8 +53,8 @@ def batches(mode: Any, make_env: Any = Lives, **options: Any) -> list[Any]:
     actor, _ = actor_critic(Lives())
     if mode is not None:
         make_env = partial(SyncVectorEnv, [make_env] * 2, autoreset_mode=mode)
-    frames = {"frames_per_batch": 14, "total_frames": 28, "num_envs": 2}
-    options = {"info_keys": ["lives", "place"]} | options
+    frames = {"frames_per_batch": 14, "total_frames": 28}
+    options = {"info_keys": ["lives", "place"], "num_envs": 2} | options
     with GymCollector(make_env, actor, **frames, **options) as collector:
         return list(collector)
 
@@ -110,15 +110,99 @@ class Changing(Lives):
     ("value", "words"),
     [
         (None, "step returned no 'lives' in its info"),
-        ([1, 2], r"'lives' in info as int64 of shape \[2\].*first one was int64 of shape \[1\]"),
-        (1.5, "as float64"),
-        ("three", "arrays of numbers or flags"),
+        ([1, 2], r"'lives' in info.*array\(\[1, 2\]\).*is int64 of shape \[1\]"),
+        ([[1], [2, 3]], r"'lives' in info.*\[\[1\], \[2, 3\]\]"),
+        (1.5, r"array\(1.5\)"),
+        ("three", "three"),
+        (2**70, str(2**70)),
     ],
 )
 def test_info_that_changes(value: Any, words: str):
     make = type("Own", (Changing,), {"value": value})
     with pytest.raises(ValueError, match=words):
         batches(None, make, info_keys=["lives"])
+
+
+class Own(gym.Env):
+    """Tells values in turn, in an array that it writes to again."""
+
+    observation_space, action_space = Lives.observation_space, Lives.action_space
+
+    def __init__(self, *values: Any) -> None:
+        self.values, self.array = values, None
+
+    def told(self) -> dict:
+        value = self.values[min(self.time, len(self.values) - 1)]
+        if isinstance(value, np.ndarray):
+            self.array = value.copy() if self.array is None else self.array
+            self.array[...] = value
+            value = self.array
+        return {"x": value}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros(2, np.float32), self.told()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        self.time += 1
+        return np.zeros(2, np.float32), 0.0, False, False, self.told()
+
+
+def told(*values: Any) -> Any:
+    return batches(None, partial(Own, *values), info_keys=["x"], num_envs=1)
+
+
+def test_arrays_that_an_environment_writes_to_again():
+    first, second = told(*[np.array([n, -n]) for n in range(40)])
+    for start, batch in ((0, first), (14, second)):
+        numbers = torch.arange(start, start + 15)
+        expected = torch.stack([numbers, -numbers], -1)
+        assert torch.equal(batch["x"][0], expected[:-1])
+        assert torch.equal(batch["next", "x"][0], expected[1:])
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ((0, 0.5, 1.5), torch.float64),
+        ((1, True, False), torch.bool),
+        ((np.float32(1), np.float32(2), 3.25), torch.float32),
+        ((np.array(1, ">i4"), np.array(2, ">i4")), torch.int32),
+        ((np.longdouble(1), np.longdouble(2)), torch.float64),
+    ],
+)
+def test_numbers_of_another_dtype_that_fit(values: Any, dtype: torch.dtype):
+    batch, _ = told(*values)
+    found = [*batch["x"][0, : len(values), 0].tolist()]
+    assert found == [float(x) for x in values]
+    assert batch["x"].dtype is batch["next", "x"].dtype is dtype
+
+
+@pytest.mark.parametrize("values", [(np.int8(1), np.int8(3), 1000), (1.0, np.float32(1), 1e300)])
+def test_numbers_that_do_not_fit(values: Any):
+    with pytest.raises(ValueError, match="first one that a step returned is"):
+        told(*values)
+
+
+@pytest.mark.parametrize("value", ["a", 1j, {"a": 1}, [[1], [2, 3]], object()])
+def test_entries_that_are_no_numbers(value: Any):
+    with pytest.raises(ValueError, match=r"info has 'x' as.*numbers, flags or arrays"):
+        told(value)
+
+
+def test_a_native_environment_without_final_info():
+    """ALE's, whose infos at an end are those of the next episode."""
+
+    class NoFinalInfo(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            *returned, infos = super().step(actions)
+            infos.pop("final_info", None)
+            return (*returned, infos)
+
+    env = NoFinalInfo([Lives] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(ValueError, match=r"NoFinalInfo returns no 'final_info'.*NEXT_STEP"):
+        batches(None, env)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -152,6 +236,9 @@ def test_info_of_a_list():
         (["action"], ValueError, "another entry 'action'"),
         (["observation"], ValueError, "another entry 'observation'"),
         (["done"], ValueError, "another entry 'done'"),
+        (["state_value"], ValueError, "another entry 'state_value'"),
+        (["step_count"], ValueError, "another entry 'step_count'"),
+        ([""], ValueError, "another entry ''"),
     ],
 )
 def test_bad_keys(keys: Any, error: Any, words: str):

@@ -78,7 +78,7 @@ def test_advantages_are_those_of_the_critic(mode: str, shared: bool, compact: bo
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_shared_encoder_sees_each_observation_once(hooked: bool):
-    """Also of policies that are called on a TensorDict. The unseen observations come last."""
+    """The unseen observations come last. A policy that does more shares nothing."""
     actor, critic = make_networks(True)
     rows: list[int] = []
     first = critic[0].module[0]
@@ -89,7 +89,7 @@ def test_a_shared_encoder_sees_each_observation_once(hooked: bool):
         batch = collector.rollout()
     done, terminated = batch["next", "done"], batch["next", "terminated"]
     alone = 2 + int((done & ~terminated)[:, :-1].sum()) - int(terminated[:, -1].sum())
-    assert rows == [2] * 8 + [alone]
+    assert rows == [2] * 8 + [16] * hooked + [alone]
     assert not [key for key in batch.keys(True) if str(key).startswith("_")]
 
 
@@ -101,6 +101,58 @@ def test_a_policy_that_writes_the_value_itself():
     expected = critic(batch.clone())[VALUE]
     torch.testing.assert_close(batch[VALUE], expected)
     torch.testing.assert_close(gae(value_network=None)(batch)["advantage"].shape, expected.shape)
+
+
+class Scaled(TensorDictSequential):
+    """Changes the value in its own forward."""
+
+    def forward(self, tensordict: Any, **options: Any) -> Any:  # pyright: ignore
+        out = super().forward(tensordict, **options)
+        return out.set(VALUE, out[VALUE] * 3)
+
+
+def triple(_: Any, __: Any, out: Any) -> Any:
+    return out.set(VALUE, out[VALUE] * 3)
+
+
+def forget(actor: Any, critic: Any) -> Any:
+    actor.select_out_keys("action", "action_log_prob", "logits")
+    return critic
+
+
+def hooked(actor: Any, critic: Any) -> Any:
+    critic.register_forward_hook(triple)
+    return critic
+
+
+def nested(actor: Any, critic: Any) -> Any:
+    critic.register_forward_hook(triple)
+    return TensorDictSequential(critic)
+
+
+def other_features(actor: Any, critic: Any) -> Any:
+    actor.module[0].register_forward_hook(
+        lambda _, __, td: td.set("_features", td["_features"] * 2)
+    )
+    return critic
+
+
+VARIANTS: list[Any] = [hooked, nested, forget, other_features, lambda _, critic: Scaled(*critic)]
+
+
+@pytest.mark.parametrize("change", VARIANTS)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:The policy is not compiled:RuntimeWarning")
+def test_what_does_more_than_call_modules_in_turn_is_not_shared(change: Any, compiled: bool):
+    actor, critic = make_networks(True)
+    critic = change(actor, critic)
+    options: Any = {"compile_policy": {"backend": "eager"}} if compiled else {}
+    with collector_of(Wander, actor, value_network=critic, **options) as collector:
+        batch = collector.rollout()
+    expected = gae(value_network=critic)(batch.clone())
+    gae(value_network=None)(batch)
+    for key in KEYS:
+        torch.testing.assert_close(batch[key], expected[key], rtol=0, atol=1e-5)
 
 
 def test_an_update_of_compact_images_is_one_of_whole_batches():

@@ -126,12 +126,47 @@ def test_a_module_with_batch_normalization():
         assert c.rollout()["action"].shape == (4, 2)
 
 
+def test_a_frozen_encoder_stays_in_evaluation_mode():
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval())
+    for network in actor_critic((VECTOR, CHOICE), encoder=encoder):
+        modes = [x.training for x in network.modules() if isinstance(x, nn.BatchNorm1d)]
+        assert modes == [False]
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_no_rows(shape: tuple[int, ...]):
+    for encoder in (nn.Linear(3, 4), None):
+        _, critic = actor_critic((VECTOR, CHOICE), encoder=encoder)
+        batch = TensorDict({"observation": torch.zeros(*shape, 3)}, shape)
+        assert critic(batch)["state_value"].shape == (*shape, 1)
+
+
+def test_networks_of_the_meta_device_are_complete_once_they_are_loaded():
+    """The bounds of bytes, too."""
+    bounds = np.arange(1, 4, dtype=np.uint8)
+    for high in (bounds, 200):
+        space = spaces.Box(0, high, (3,), np.uint8)
+        _, critic = actor_critic((space, CHOICE))
+        _, empty = actor_critic((space, CHOICE), device="meta")
+        empty = empty.to_empty(device="cpu")
+        empty.load_state_dict(critic.state_dict())
+        batch = TensorDict({"observation": torch.tensor([[1, 2, 3]], dtype=torch.uint8)}, [1])
+        expected = critic(batch.clone())["state_value"]
+        assert torch.equal(empty(batch)["state_value"], expected)
+
+
+class AsDict(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"x": x}
+
+
 BAD: list[Any] = [
     (PARTS, nn.Flatten(), ValueError, "is for one observation.*image.*speed.*mapping"),
+    (VECTOR, AsDict(), ValueError, "encoder of 'observation' raised on floats"),
     (VECTOR, "nature", ValueError, r"is for images, and there are.*\[3\]"),
-    (BITS, "nature", ValueError, r"no image of at least 36 x 36.*\[10, 10, 4\]"),
+    (BITS, "nature", ValueError, r"needs an image of at least 36 x 36.*\[10, 10, 4\]"),
     (PARTS, {"picture": "nature"}, ValueError, "no observation 'picture'"),
-    (PARTS, {"level": "small"}, ValueError, "no image of at least 3 x 3"),
+    (PARTS, {"level": "small"}, ValueError, r"image of at least 3 x 3, and 'level' has shape \[\]"),
     (VECTOR, nn.Linear(4, 4), ValueError, r"encoder of 'observation' raised on floats.*\[1, 3\]"),
     (LARGE, "natur", ValueError, "one of .*'nature', 'impala', 'small'"),
     (LARGE, nn.Flatten, TypeError, "or a module such as"),

@@ -208,12 +208,17 @@ def check_flags(key: NestedKey, flag: Tensor) -> None:
         raise ValueError(f"{key!r} has shape {list(flag.shape)}: it has no flag of a frame.")
 
 
-def in_cached_parts(frames: TensorDictBase) -> Sequence[TensorDictBase]:
-    """Return frames ``[N]`` in parts whose entries, as float32, stay in a processor's cache."""
-    tensors = [x for x in frames.values(True, True) if isinstance(x, Tensor)]
+def in_cached_parts(batch: TensorDictBase) -> Sequence[TensorDictBase]:
+    """Return a batch in parts ``[N]`` whose entries, as float32, stay in a processor's cache.
+
+    A batch that does so is the only part, in its own shape.
+    """
+    tensors = [x for x in batch.values(True, True) if isinstance(x, Tensor)]
     held = 4 * sum(x.numel() for x in tensors)
     most = _CACHED if all(x.is_cpu for x in tensors) else 64 * _CACHED
-    return frames.split(max(1, most * len(frames) // held)) if held > most else [frames]
+    if held <= most:
+        return [batch]
+    return batch.reshape(-1).split(max(1, most * batch.numel() // held))
 
 
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:

@@ -72,7 +72,7 @@ class Budget:
 
     def take_back(self) -> None:
         """Do not count a capture that was interrupted."""
-        self.traces = max(0, self.traces - 1)
+        self.traces -= 1
 
 
 class CompiledFunction:
@@ -141,7 +141,7 @@ class CompiledFunction:
                 written = [*_tensors_in(call.arguments), *_buffers_of(self._modules)]
                 call.before = [(x, x.detach().clone()) for x in written]
                 if "options" not in options:  # forms are few: each is asked for often before
-                    self.graphs += 1
+                    self.graphs, call.is_counted = self.graphs + 1, True
                     self._budget.spend()
             return next(_numbers)
 
@@ -224,7 +224,7 @@ class CompiledFunction:
     ) -> tuple[int, Any]:
         call = self._call
         call.may_capture, call.arguments = may_capture, arguments
-        call.is_tracing = call.is_traced = call.is_refused = False
+        call.is_tracing = call.is_traced = call.is_refused = call.is_counted = False
         message = _hooks._saved_tensors_hooks_get_disabled_error_message
         are_enabled = may_capture and not message()
         try:
@@ -242,7 +242,7 @@ class CompiledFunction:
             if call.is_traced:
                 self._renew()  # a graph that failed would run again
             if not isinstance(error, Exception):
-                if not call.is_refused:
+                if call.is_counted:
                     self._budget.take_back()
                 raise
             no_graph = NoGraphError(OFTEN if call.is_refused else _first_line(error))
@@ -272,7 +272,7 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 class _Call(threading.local):
     """The call that a thread makes: threads may share a function, and capture in turn."""
 
-    may_capture = is_tracing = is_traced = is_refused = False
+    may_capture = is_tracing = is_traced = is_refused = is_counted = False
     arguments: Sequence[object] = ()
     before: Sequence[tuple[Tensor, Tensor]] = ()
     progress: _Progress | None = None

@@ -401,15 +401,14 @@ class GAE(WholeState, TorchRLGAE):
 
         with holding(params):
             inputs = tensordict.select(*network.in_keys, strict=False)
-            chunks, dim_of_chunks = self._split_value_net_input(inputs), self.value_chunk_dim
+            chunks = self._split_value_net_input(inputs)
             is_given = (self.value_chunk_size, self.num_chunks) != (None, None)
-            is_whole = is_given or is_recurrent(network) or torch.compiler.is_compiling()
-            parts = [inputs] if is_whole else in_cached_parts(inputs.reshape(-1))
-            if len(parts) > 1:
-                value = self._evaluate(parts, 0).unflatten(0, inputs.batch_size)
-                chunks = parts
+            if is_given or is_recurrent(network) or torch.compiler.is_compiling():
+                value = self._evaluate(chunks, self.value_chunk_dim % inputs.ndim)
             else:
-                value = self._evaluate(chunks, dim_of_chunks % inputs.ndim)
+                chunks = in_cached_parts(inputs)
+                value = self._evaluate(chunks, 0)
+                value = value if len(chunks) == 1 else value.unflatten(0, inputs.batch_size)
         following = value.detach().roll(-1, dim)
         alone = _unobserved_steps(*self._ends_of_frames(tensordict), mask, dim)
         if target_params is not None:  # other parameters: no later step has the value

@@ -54,15 +54,14 @@ class Record:
     ) -> None:
         self.leaves, self.steps, self.num_envs = leaves, steps, num_envs
         self.compact = compact
-        shapes = [((num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
         #: of each leaf, the observations before each step ``[n, T, ...]``, and its rows
         self.before, self.observed = [], []
-        for shape, dtype in shapes:
+        for leaf in leaves:
             if compact:
-                before = torch.empty((num_envs, steps, *shape[1:]), dtype=dtype)
-                rows = [*before.unbind(1), torch.empty(shape, dtype=dtype)]
+                before = torch.empty((num_envs, steps, *leaf.shape), dtype=leaf.dtype)
+                rows = [*before.unbind(1), torch.empty((num_envs, *leaf.shape), dtype=leaf.dtype)]
             else:
-                rows = _rows(steps + 1, shape, dtype)
+                rows = _rows(steps + 1, (num_envs, *leaf.shape), leaf.dtype)
                 before = rows[:-1].transpose(0, 1)
             self.before.append(before)
             self.observed.append(rows)
@@ -202,8 +201,8 @@ class EpisodeCounts:
     names = "step_count", "episode_reward"
 
     def __init__(self, *, step_count: bool, episode_reward: bool) -> None:
-        is_wanted = dict(zip(self.names, (step_count, episode_reward), strict=True))
-        self.wanted = [name for name in self.names if is_wanted[name]]
+        flags = zip(self.names, (step_count, episode_reward), strict=True)
+        self.wanted = [name for name, is_wanted in flags if is_wanted]
         self.open: dict[str, Tensor] = {}  #: of the episodes that go on
 
     def write(self, batch: TensorDictBase) -> None:

@@ -150,7 +150,7 @@ class Episodes:
         version = version_of(policy)  # shared weights may change under way
         try:
             with set_exploration_type(exploration_type):
-                kept = () if self._values is None else self._values.kept(policy)
+                kept = () if self._values is None else self._values.begin(policy)
                 self.policy.begin(policy, transform, exploration_type, kept)
                 transformed, written = self._act(record)
         except (RuntimeError, ValueError) as error:
@@ -169,7 +169,7 @@ class Episodes:
         batch = assemble_batch(record, infos, *of_steps)
         if self._values is not None and unseen is not None:
             features |= {key: batch[key] for key in kept if key not in features}
-            self._values.write(batch, features, policy, unseen, record)
+            self._values.write(batch, features, unseen, record)
         self._counts.write(batch)
         self._actions.check_choices(batch, written)
         for part in counting:

@@ -65,27 +65,31 @@ class Infos:
             dtype = np.dtype(np.float64) if first.dtype.itemsize > 8 else first.dtype
             self._kinds[key] = first.shape or (1,), dtype.newbyteorder("=")
         shape, dtype = self._kinds[key]
-        stacked = np.zeros((len(rows), len(rows[0]), *shape), dtype)
+        stacked = np.zeros((len(rows[0]), len(rows), *shape), dtype)
         for time, row in enumerate(rows):
             for env, value in enumerate(row):
-                if value is not None and not _fits(value, shape, dtype):
+                if value is None:
+                    continue
+                if (stored := _stored(value, shape, dtype)) is None:
                     raise ValueError(
                         f"{name_of(env)} returned {key!r} in info, in a reset or a step, as "
                         f"{value!r}; the first one that a step returned is {dtype} of shape "
                         f"{list(shape)}, a number counting as [1]. Return one shape and dtype."
                     )
-                stacked[time, env] = 0 if value is None else value
-        return torch.from_numpy(stacked).transpose(0, 1).contiguous()
+                stacked[env, time] = stored
+        return torch.from_numpy(stacked)
 
 
-def _fits(value: object, shape: Shape, dtype: np.dtype) -> bool:
-    """Return whether a value can be stored; floats may be rounded, but not become infinite."""
+def _stored(value: object, shape: Shape, dtype: np.dtype) -> np.ndarray | None:
+    """Return a value as it is stored, or None where it does not fit; floats may be rounded."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
-        return False
+        return None
     if (value.shape or (1,)) != shape:
-        return False
+        return None
+    if value.dtype == dtype:
+        return value
     with np.errstate(all="ignore"):
         stored = value.astype(dtype)
-    if dtype.kind == "f":
-        return bool((np.isfinite(stored) == np.isfinite(value)).all())
-    return bool((stored == value).all())
+    is_float = dtype.kind == "f"
+    fits = np.isfinite(stored) == np.isfinite(value) if is_float else stored == value
+    return stored if fits.all() else None

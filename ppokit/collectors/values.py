@@ -46,6 +46,7 @@ class StoredValues:
                 f"{type(network).__name__} writes {[*out_keys_of(network)]}."
             )
         self.network = network
+        self._others: list[TensorDictModuleBase] = []  # modules to call in this batch
 
     def _shared(self, policy: Policy) -> list[TensorDictModule]:
         """Return the first modules of the network that the policy has called, too.
@@ -69,32 +70,27 @@ class StoredValues:
 
         return [*takewhile(is_shared, parts(self.network))]
 
-    def kept(self, policy: Policy) -> list[NestedKey]:
-        """Return the entries that the policy writes and the network need not compute."""
-        return [as_key(key) for part in self._shared(policy) for key in part.out_keys]
+    def begin(self, policy: Policy) -> list[NestedKey]:
+        """Begin a batch; return the policy's entries that the network need not compute."""
+        shared = self._shared(policy)
+        self._others = parts(self.network)[len(shared) :] if shared else [self.network]
+        return [as_key(key) for part in shared for key in part.out_keys]
 
     def write(
-        self,
-        batch: TensorDictBase,
-        kept: Entries,
-        policy: Policy,
-        unseen: TensorDictBase,
-        record: Record,
+        self, batch: TensorDictBase, kept: Entries, unseen: TensorDictBase, record: Record
     ) -> None:
         """Write ``"state_value"`` and ``("next", "state_value")``, which is 0 after terminations.
 
         Raises:
             ValueError: a value is not finite, or of another shape than ``[n, T, 1]``.
         """
-        shared = self._shared(policy)
-        others = parts(self.network)[len(shared) :] if shared else [self.network]
-        reads = dict.fromkeys(as_key(key) for part in others for key in in_keys_of(part))
+        reads = dict.fromkeys(as_key(key) for part in self._others for key in in_keys_of(part))
         inputs = {key: get_if_any(batch, key) for key in reads if key not in kept}
         frames = TensorDict(batch_size=batch.batch_size, device=batch.device)
         for key, x in (inputs | kept).items():
             frames = frames if x is None else frames.set(key, x)
-        frames = frames.reshape(-1)
-        values = [self._evaluate(others, part.clone()) for part in in_cached_parts(frames)]
+        cached = in_cached_parts(frames.reshape(-1))
+        values = [self._evaluate(self._others, part.clone()) for part in cached]
         value = torch.cat(values).unflatten(0, batch.batch_size)
         rows = {(env, record.steps - 1): env for env in range(record.num_envs)}
         rows |= {(x.env, x.time): record.num_envs + i for i, x in enumerate(record.finals)}

@@ -51,7 +51,9 @@ def make_envs(count: int) -> Any:
     return kind(GAME, num_envs=count, num_threads=1, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def of_ppokit(count: int, *, compact: bool = True, compiled: bool = False) -> Iterate:
+def of_ppokit(
+    count: int, epochs: int = EPOCHS, *, compact: bool = True, compiled: bool = False
+) -> Iterate:
     envs = make_envs(count)
     actor, value_head, critic = actor_critic(envs, hidden=(), shared=True)
     loss = ppokit.DualClipPPOLoss(
@@ -63,7 +65,7 @@ def of_ppokit(count: int, *, compact: bool = True, compiled: bool = False) -> It
     update = ppokit.PPOUpdate(
         ppokit.TrainingStep(loss, optimizer, max_grad_norm=0.5, compile=compiled),
         advantage=ppokit.GAE(gamma=0.99, lmbda=0.95, value_network=network),
-        epochs=EPOCHS,
+        epochs=epochs,
         minibatch_size=SIZE,
     )
     stored: Any = {"value_network": critic, "compact_obs": True} if compact else {}
@@ -73,7 +75,7 @@ def of_ppokit(count: int, *, compact: bool = True, compiled: bool = False) -> It
     return lambda: update(collector.rollout())
 
 
-def of_stable_baselines3(count: int) -> Iterate:
+def of_stable_baselines3(count: int, epochs: int = EPOCHS) -> Iterate:
     gym.register_envs(import_module("ale_py"))
     make = import_module("stable_baselines3.common.env_util").make_atari_env
     stack = import_module("stable_baselines3.common.vec_env").VecFrameStack
@@ -83,7 +85,7 @@ def of_stable_baselines3(count: int) -> Iterate:
         learning_rate=RATE,
         n_steps=STEPS,
         batch_size=min(SIZE, count * STEPS),
-        n_epochs=EPOCHS,
+        n_epochs=epochs,
         clip_range=CLIP,
         ent_coef=ENTROPY,
         policy_kwargs={"optimizer_kwargs": {"eps": EPSILON, "fused": True}},
@@ -102,8 +104,8 @@ def of_stable_baselines3(count: int) -> Iterate:
 class PlainPPO:
     """PPO in plain torch: no blocks, no TensorDict."""
 
-    def __init__(self, count: int) -> None:
-        self.envs, self.count = make_envs(count), count
+    def __init__(self, count: int, epochs: int = EPOCHS) -> None:
+        self.envs, self.count, self.epochs = make_envs(count), count, epochs
         layers: list[nn.Module] = []
         for inputs, outputs, size, stride in ((4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)):
             layers += [nn.Conv2d(inputs, outputs, size, stride), nn.ReLU()]
@@ -145,7 +147,7 @@ class PlainPPO:
         returns = (advantages + values).flatten()
         images, actions = self.observations.flatten(0, 1), actions.flatten()
         log_probs, advantages, frames = log_probs.flatten(), advantages.flatten(), len(returns)
-        for _ in range(EPOCHS):
+        for _ in range(self.epochs):
             for at in torch.randperm(frames).split(SIZE):
                 policy, value = self.evaluate(images[at])
                 ratio = (policy.log_prob(actions[at]) - log_probs[at]).exp()
@@ -160,12 +162,12 @@ class PlainPPO:
                 self.optimizer.step()
 
 
-MAKE: dict[str, Callable[[int], Iterate]] = {
+MAKE: dict[str, Callable[..., Iterate]] = {
     "ppokit, compiled": partial(of_ppokit, compiled=True),
     "ppokit": of_ppokit,
     "ppokit, two copies": partial(of_ppokit, compact=False),
     "Stable-Baselines3": of_stable_baselines3,
-    PLAIN: lambda count: PlainPPO(count).iterate,
+    PLAIN: lambda *sizes: PlainPPO(*sizes).iterate,
 }
 
 
@@ -186,10 +188,9 @@ def peak(contender: str, count: int) -> dict[str, float]:
 
     An iteration has one epoch: others take no more memory.
     """
-    globals()["EPOCHS"] = 1
     status = Path("/proc/self/status")
-    MAKE[contender](1)()  # what is created once
-    iterate = MAKE[contender](count)
+    MAKE[contender](1, 1)()  # what is created once
+    iterate = MAKE[contender](count, 1)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 
     def read(name: str) -> float:
@@ -206,8 +207,8 @@ def main() -> None:
     counts, budget = ((1,), (0.5, 2)) if bench.quick else ((8,), (150.0, 5))
     rows = bench.measure(partial(measure, count, *budget) for count in counts)
     draw_bars(bench.file("png"), {"": speeds(rows)})
-    names = [name for name in MAKE if name in {row.contender for row in rows}]
-    names = [name for name in names if name not in ("ppokit, compiled", PLAIN)]
+    measured = {row.contender for row in rows} - {"ppokit, compiled", PLAIN}
+    names = [name for name in MAKE if name in measured]
     largest = 2 if bench.quick else 64
     jobs = [{"contender": name, "count": largest} for name in names]
     # freed memory is given back, so that the peak is of what is held

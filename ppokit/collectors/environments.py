@@ -36,6 +36,7 @@ if torchrl_gym.IMPORT_ERROR is not None:
     torchrl_gym.IMPORT_ERROR.__traceback__ = None
 
 _GYMNASIUM = str(Path(gym.__file__).parent)
+_NUMBERS = float, int, np.float64
 MakeEnv: TypeAlias = str | Callable[[], object]
 Observed: TypeAlias = list[tuple[object, Info]]  #: observation and info of each environment
 
@@ -75,8 +76,7 @@ class SerialEnvs:
             if type(returned) is not tuple or len(returned) != 5 or type(returned[4]) is not dict:
                 returned = checked("step", returned, 5, i)
             observation, reward, terminated, truncated, info = returned
-            is_number = type(reward) is float or type(reward) is np.float64
-            if not (is_number and -largest <= reward <= largest):
+            if not (type(reward) in _NUMBERS and -largest <= reward <= largest):
                 reward = check_reward(reward, reward_shape, rewards.dtype, i)
             rewards[i] = reward
             if type(terminated) is not bool or type(truncated) is not bool:

@@ -277,12 +277,12 @@ def train(
     return {"evaluations": evaluations, "training": training, "final": final}
 
 
-def frames_per_second(contender: Any, seconds: float) -> dict[str, Any]:
-    """Return frames per second after a warm-up, of three batches at the least."""
+def frames_per_second(contender: Any, seconds: float, warm_up: int = 3) -> dict[str, Any]:
+    """Return frames per second after a warm-up, of so many batches at the least."""
     warm, started = -1, time.perf_counter()
     for number, (frames, _) in enumerate(contender.batches(), 1):
         now = time.perf_counter()
-        if warm < 0 and number >= 3 and now - started > min(2.0, seconds / 4):
+        if warm < 0 and number >= warm_up and now - started > min(2.0, seconds / 4):
             warm, started = frames, now
         elif warm >= 0 and now - started > seconds:
             return {"frames_per_second": (frames - warm) / (now - started)}

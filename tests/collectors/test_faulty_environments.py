@@ -188,6 +188,13 @@ def test_a_reward_that_is_infinite_in_float32(kind: Any):
     assert collect(paying(make(math.inf, **kwargs)))["next", "reward"].isinf().all()
 
 
+@pytest.mark.parametrize("reward", [3, -(2**24), 10**38, True, np.int8(-3)])
+def test_rewards_that_are_whole_numbers(reward: Any):
+    found = collect(paying(reward))["next", "reward"]
+    assert torch.equal(found, torch.full_like(found, float(reward)))
+    assert_raises("Environment [01] returned the reward", paying(10**39))
+
+
 # -- environments of the old API --------------------------------------------------------------
 
 

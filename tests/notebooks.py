@@ -32,7 +32,7 @@ INSTALL = """\
 from importlib.util import find_spec
 
 if find_spec("ppokit") is None:
-    %pip install -q -e "../..[tutorials]"
+    %pip install -q -e "../..[tutorials,atari]"
 """
 MOST_BYTES = 300_000  # of a notebook with its outputs
 QUICK_LINE = 'QUICK = "--quick" in sys.argv'  # of every tutorial

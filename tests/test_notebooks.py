@@ -81,7 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_roles_links_and_tables_become_markdown(folder: Path):
     install, title, _, _ = notebooks.notebook_of("one")["cells"]
-    assert '"../..[tutorials]"' in "".join(install["source"])
+    assert '"../..[tutorials,atari]"' in "".join(install["source"])
     text = "".join(title["source"])
     assert "``ppokit.GAE``, [other_one](other_one.ipynb)" in text
     assert "[howto/recurrent](../../docs/howto/recurrent.md)" in text

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import pytest
 import torch
 
@@ -67,6 +68,30 @@ def test_a_run_in_two_pieces_equals_one(tmp_path: Path, capsys: pytest.CaptureFi
     assert "bitwise equal: True" in capsys.readouterr().out
     assert names["returns"].mean() > 50
     assert_figure(tmp_path / names["OUT"])
+
+
+@pytest.mark.slow
+def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for game, atari in (("Breakout", False), ("Pong", True)):
+        first = follow("atari_ppo", tmp_path, ATARI=atari)
+        more = {"RESUME": True, "TOTAL_FRAMES": 4_096}
+        again = follow("atari_ppo", tmp_path, ATARI=atari, **more)
+        assert len(again["history"]) == 2 * len(first["history"]) == 4
+        norms = [[row["grad_norm"] for row in run["history"]] for run in (first, again)]
+        assert norms[0] == norms[1][:2]
+        assert again["optimizer"].param_groups[0]["lr"] < first["LEARNING_RATE"]
+        assert f"{game}, mean return of" in capsys.readouterr().out
+        assert_finite(again["history"])
+        assert_figure(tmp_path / again["OUT"])
+    frames = matplotlib.image.imread(tmp_path / "outputs/atari_ppo/Breakout/frames.png")
+    assert frames.std() > 0.01
+
+
+@pytest.mark.slow
+def test_images_are_learned(tmp_path: Path):
+    """A random policy has 0.5 bricks."""
+    names = follow("atari_ppo", tmp_path, EPOCHS=4, TOTAL_FRAMES=60_000, EVALUATE_EVERY=20)
+    assert names["evaluations"][-1] > 2
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from sphinx_gallery.scrapers import figure_rst
 TITLES = {
     "coding_ppo": "5 blocks in\na TorchRL loop",
     "mujoco_ppo": "MuJoCo\n1 setting",
+    "atari_ppo": "images:\nMinAtar, Atari",
     "training_step": "loss + Adam\n= 1 graph",
     "checkpoints_and_resume": "save, stop,\nresume",
     "custom_algorithm": "your own\nloss",

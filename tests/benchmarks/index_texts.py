@@ -25,7 +25,7 @@ OWN, DAEMONS = "ppokit, own settings", "Ray's daemons"
 def index() -> list[str]:
     """Return the claims, table by table."""
     return [
-        *(*double_pendulum(), *learning(), *mujoco(), *memory_tasks()),
+        *(*double_pendulum(), *learning(), *mujoco(), *minatar(), *memory_tasks()),
         *(*rllib(), *agilerl(), *distributed_learning(), *rl8()),
         *(*loop(), *trainer(), *isaac_lab()),
         *(*pixels(), *vector_environments(), *workers(), *ray_workers()),
@@ -68,6 +68,21 @@ def mujoco() -> list[str]:
     own, peer = ([one("mujoco", "value", task=x, arm=arm, **speed) for x in tasks] for arm in arms)
     over = span((x / y for x, y in zip(own, peer, strict=True)), ".2f")
     return [f"{over} times the frames a second of Stable-Baselines3"]
+
+
+def minatar() -> list[str]:
+    games = groups("minatar", "task")
+    own, peer = (
+        [f"{texts.final('minatar', game, arm):.1f}" for game in games]
+        for arm in ("ppokit, compiled", "Stable-Baselines3")
+    )
+    pairs = (f"{game} {x} and {y}" for game, x, y in zip(games, own, peer, strict=True))
+    speed = [cell("minatar", game, "over Stable-Baselines3").split(" / ") for game in games]
+    compiled, eager = (span(map(float, column), ".2f") for column in zip(*speed, strict=True))
+    return [
+        f"{', '.join(pairs)}.",
+        f"Frames a second: compiled {compiled} times, eager {eager}.",
+    ]
 
 
 def memory_tasks() -> list[str]:

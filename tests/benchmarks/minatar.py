@@ -29,7 +29,7 @@ from tests.benchmarks.mujoco_record import (
     Job,
     Record,
     curves,
-    last_training,
+    final,
     rounds,
 )
 from tests.benchmarks.report import Benchmark, commit
@@ -167,13 +167,13 @@ def run(
         for number, (frames, returns) in enumerate(contender.batches(), 1)
         if (number % every == 0 or frames >= total) and returns
     ]
-    return started | {"training": training}
+    return started | {"training": training, "final": [training[-1][1]]}
 
 
 def score_table(groups: Groups) -> str:
     lines = []
     for game, arms in groups.items():
-        found = {arm: last_training(arms.get(arm, [])) for arm in (COMPILED, SB3)}
+        found = {arm: final(arms.get(arm, [])) for arm in (COMPILED, SB3)}
         verdict = ""
         if len(found[SB3]):
             reaches = iqm(found[COMPILED]) >= interval(found[SB3])[0]

@@ -208,17 +208,17 @@ def check_flags(key: NestedKey, flag: Tensor) -> None:
         raise ValueError(f"{key!r} has shape {list(flag.shape)}: it has no flag of a frame.")
 
 
-def in_cached_parts(batch: TensorDictBase) -> Sequence[TensorDictBase]:
-    """Return a batch in parts ``[N]`` whose entries, as float32, stay in a processor's cache.
+def in_parts(batch: TensorDictBase, frames: int | None = None) -> Sequence[TensorDictBase]:
+    """Return a batch in parts of so many frames ``[N]``, or as itself if it has no more.
 
-    A batch that does so is the only part, in its own shape.
+    None: so many that their entries, as float32, stay in a processor's cache.
     """
-    tensors = [x for x in batch.values(True, True) if isinstance(x, Tensor)]
-    held = 4 * sum(x.numel() for x in tensors)
-    most = _CACHED if all(x.is_cpu for x in tensors) else 64 * _CACHED
-    if held <= most:
-        return [batch]
-    return batch.reshape(-1).split(max(1, most * batch.numel() // held))
+    if frames is None:
+        tensors = [x for x in batch.values(True, True) if isinstance(x, Tensor)]
+        held = 4 * sum(x.numel() for x in tensors)
+        most = _CACHED if all(x.is_cpu for x in tensors) else 64 * _CACHED
+        frames = max(1, most * batch.numel() // max(held, 1))
+    return [batch] if frames >= batch.numel() else batch.reshape(-1).split(frames)
 
 
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:

@@ -27,7 +27,7 @@ from ppokit._batch import (
     check_writable,
     get_if_any,
     get_tensor,
-    in_cached_parts,
+    in_parts,
     is_init,
     is_recurrent,
     last_valid_steps,
@@ -100,10 +100,10 @@ class GAE(WholeState, TorchRLGAE):
         mask_key: the mask of valid frames. ``set_keys(valid=key)``, from torchrl 0.15 on, names a
             second one, which must be in the batch: a frame is valid where both are True.
         traj_key: trajectory ids; one that changes without a done raises ValueError.
-        **kwargs: torchrl's further arguments. ``value_chunk_size`` evaluates so many rows of the
-            batch at a time, which bounds the memory of activations. Without it, and with a network
-            that is not recurrent, a batch is evaluated in parts of 8 MiB of observations on the
-            CPU, which stay in its cache, and of 512 MiB on other devices.
+        **kwargs: torchrl's further arguments. ``value_chunk_size`` evaluates so many frames at a
+            time, which bounds the memory of activations; of a recurrent network so many rows, as in
+            torchrl. Without it a batch is evaluated in parts of 8 MiB of observations on the CPU,
+            which stay in its cache, and of 512 MiB on other devices; by recurrent networks at once.
 
     Raises:
         KeyError: a key is missing; the message names it and what the batch holds.
@@ -401,12 +401,13 @@ class GAE(WholeState, TorchRLGAE):
 
         with holding(params):
             inputs = tensordict.select(*network.in_keys, strict=False)
-            chunks = self._split_value_net_input(inputs)
-            is_given = (self.value_chunk_size, self.num_chunks) != (None, None)
-            if is_given or is_recurrent(network) or torch.compiler.is_compiling():
+            size = self.value_chunk_size
+            has_rows = is_recurrent(network) or self.num_chunks is not None
+            if has_rows or (size is None and torch.compiler.is_compiling()):
+                chunks = self._split_value_net_input(inputs)
                 value = self._evaluate(chunks, self.value_chunk_dim % inputs.ndim)
             else:
-                chunks = in_cached_parts(inputs)
+                chunks = in_parts(inputs, size)
                 value = self._evaluate(chunks, 0)
                 value = value if len(chunks) == 1 else value.unflatten(0, inputs.batch_size)
         following = value.detach().roll(-1, dim)

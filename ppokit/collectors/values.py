@@ -16,7 +16,7 @@ from ppokit._batch import (
     Policy,
     as_key,
     get_if_any,
-    in_cached_parts,
+    in_parts,
     in_keys_of,
     is_recurrent,
     out_keys_of,
@@ -89,8 +89,8 @@ class StoredValues:
         frames = TensorDict(batch_size=batch.batch_size, device=batch.device)
         for key, x in (inputs | kept).items():
             frames = frames if x is None else frames.set(key, x)
-        cached = in_cached_parts(frames.reshape(-1))
-        values = [self._evaluate(self._others, part.clone()) for part in cached]
+        frame_parts = in_parts(frames.reshape(-1))
+        values = [self._evaluate(self._others, part.clone()) for part in frame_parts]
         value = torch.cat(values).unflatten(0, batch.batch_size)
         rows = {(env, record.steps - 1): env for env in range(record.num_envs)}
         rows |= {(x.env, x.time): record.num_envs + i for i, x in enumerate(record.finals)}

@@ -150,6 +150,28 @@ def test_large_observations_are_evaluated_in_parts():
         torch.testing.assert_close(found["state_value"], batch["x"].mean(-1, keepdim=True))
 
 
+def test_value_chunk_size_counts_frames():
+    """Whatever the batch dimensions are; rows with a recurrent critic, as in torchrl."""
+    batch, sizes = make_batch(5, 6), list[int]()
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.shape[:-1].numel())
+        return x[..., :1].double()
+
+    critic = TensorDictModule(first, ["observation"], ["state_value"])
+    expected = ours(batch, critic)
+    sizes.clear()
+    assert_same(ours(batch, critic, value_chunk_size=7), expected)
+    assert sizes[:5] == [7, 7, 7, 7, 2]
+    assert max(sizes) == 7
+    recurrent, gru_critic, gru = make_recurrent_batch()
+    rows = list[int]()
+    gru.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    with set_recurrent_mode(True):
+        ours(recurrent, gru_critic, value_chunk_size=2)
+    assert rows[: len(recurrent) // 2] == [2] * (len(recurrent) // 2)
+
+
 def test_a_critic_that_works_in_place_changes_no_input():
     class Halve(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

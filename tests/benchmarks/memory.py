@@ -50,8 +50,6 @@ def make_parts(rows: int, steps: int) -> Parts:
 def advantages(parts: Parts, kind: Any = ppokit.GAE, **options: Any) -> Work:
     _, critic, batch = parts
     module = kind(value_network=critic, **DISCOUNTS, **options)
-    if "value_chunk_size" in options:
-        module.value_chunk_size = max(1, CHUNK // batch.shape[-1])
     return torch.no_grad()(partial(module, batch))
 
 
@@ -90,7 +88,7 @@ def torchrl_epoch(parts: Parts) -> Work:
 BLOCKS: dict[str, Callable[[Parts], Work]] = {
     "ppokit `RewardNormalizer`": lambda parts: partial(ppokit.RewardNormalizer(0.99), parts[2]),
     "ppokit `GAE`": advantages,
-    f"ppokit `GAE`, values in chunks of {CHUNK:,} frames": partial(advantages, value_chunk_size=1),
+    f"ppokit `GAE`, values in chunks of {CHUNK:,} frames": partial(advantages, value_chunk_size=CHUNK),
     "torchrl `GAE`": partial(advantages, kind=TorchRLGAE),
     f"ppokit `PPOUpdate`, an epoch of {MINIBATCHES} minibatches": update,
     f"torchrl: replay buffer and `ClipPPOLoss`, an epoch of {MINIBATCHES}": torchrl_epoch,

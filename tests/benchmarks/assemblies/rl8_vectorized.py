@@ -115,7 +115,7 @@ update = ppokit.PPOUpdate(
         lmbda=LMBDA,
         value_network=critic,
         average_gae=True,
-        value_chunk_size=max(1, 4_096 // args.horizon),  # activations stay in the cache
+        value_chunk_size=4_096,  # activations stay in the cache
     ),
     epochs=epochs,
     minibatch_size=args.minibatch_size,

@@ -16,8 +16,8 @@ from ppokit._batch import (
     Policy,
     as_key,
     get_if_any,
-    in_parts,
     in_keys_of,
+    in_parts,
     is_recurrent,
     out_keys_of,
 )

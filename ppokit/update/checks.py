@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,17 @@ def check_arguments(
             "the loss before you build optimizer and step, or pass compile=True."
         )
     check_groups_of_ranks({"loss": loss, "stopper": stopper}, group)
+
+
+def warn_of_slow_bfloat16() -> None:
+    """Warn on a CPU that has no instructions for bfloat16."""
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.11
+    if found and not any(there for name, there in found.items() if "bf16" in name):
+        warnings.warn(
+            "This processor has no instructions for bfloat16, which is several times slower than "
+            "float32 on it: leave out amp_dtype.",
+            stacklevel=3,
+        )
 
 
 def check_groups_of_ranks(blocks: Mapping[str, object], group: ProcessGroup | None) -> None:

@@ -49,6 +49,7 @@ from ppokit.update.checks import (
     nonfinite_error,
     numbers_in,
     total_and_kls,
+    warn_of_slow_bfloat16,
 )
 from ppokit.update.compiled import CompiledStep, Request
 from ppokit.update.data_parallel import DataParallel
@@ -162,6 +163,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.nonfinite_minibatch: TensorDictBase | None = None
         self.ranks = DataParallel(group)
         is_scaled = amp_dtype is torch.float16
+        if amp_dtype is torch.bfloat16 and self.device.type == "cpu":
+            warn_of_slow_bfloat16()
         self.scaler = torch.amp.GradScaler(self.device.type) if is_scaled else None
         self.counts: Tensor | bool = False  #: whether statistics include the last minibatch
         self._replays_for_user = False  # CUDA graphs, until the next reset

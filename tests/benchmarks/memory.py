@@ -88,7 +88,9 @@ def torchrl_epoch(parts: Parts) -> Work:
 BLOCKS: dict[str, Callable[[Parts], Work]] = {
     "ppokit `RewardNormalizer`": lambda parts: partial(ppokit.RewardNormalizer(0.99), parts[2]),
     "ppokit `GAE`": advantages,
-    f"ppokit `GAE`, values in chunks of {CHUNK:,} frames": partial(advantages, value_chunk_size=CHUNK),
+    f"ppokit `GAE`, values in chunks of {CHUNK:,} frames": partial(
+        advantages, value_chunk_size=CHUNK
+    ),
     "torchrl `GAE`": partial(advantages, kind=TorchRLGAE),
     f"ppokit `PPOUpdate`, an epoch of {MINIBATCHES} minibatches": update,
     f"torchrl: replay buffer and `ClipPPOLoss`, an epoch of {MINIBATCHES}": torchrl_epoch,

@@ -179,3 +179,26 @@ def test_on_a_device_no_number_is_read_before_the_end(
     assert stepped[0] == stepped[1]
     for own, of_cpu in zip(case.step.loss.parameters(), expected["parameters"], strict=True):
         torch.testing.assert_close(own.detach(), of_cpu, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("error:This processor:UserWarning")
+@pytest.mark.parametrize(
+    ("found", "warns"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, False),
+        ({"avx512_bf16": False, "amx_bf16": False, "avx2": True}, True),
+        ({"architecture": "aarch64", "bf16": True}, False),
+        ({}, False),  # unknown
+    ],
+)
+def test_bfloat16_on_a_processor_without_it(
+    found: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    make_step(amp_dtype=torch.float16)
+    if not warns:
+        make_step(amp_dtype=torch.bfloat16)
+        return
+    with pytest.warns(UserWarning, match="no instructions for bfloat16.*leave out") as caught:
+        make_step(amp_dtype=torch.bfloat16)
+    assert caught[0].filename == __file__

@@ -262,7 +262,12 @@ def record_episode(
         done = collector.rollout()["next", "done"].flatten()
     length = int(done.nonzero()[0]) + 1 if done.any() else len(done)
     pictures: list[Any] = recorder.frame_list[start : start + length + 1 : every]
-    return pictures
+    return [_as_bytes(np.asarray(picture)) for picture in pictures]
+
+
+def _as_bytes(picture: np.ndarray) -> np.ndarray:
+    """Return a picture of bytes; numbers of a floating-point one are from 0 to 1."""
+    return (255 * picture).round().astype(np.uint8) if picture.dtype.kind == "f" else picture
 
 
 def _make_recorder(make_env: Any, seed: int) -> RenderCollection | None:

@@ -269,6 +269,19 @@ def test_frames_are_of_the_policy_in_evaluation_mode():
             record_episode(lambda: Counts(7), actor, **{bad: 0})
 
 
+def test_frames_between_0_and_1_become_bytes():
+    """As MinAtar has them."""
+
+    class Floats(Counts):
+        def render(self) -> Any:
+            return super().render() / 255
+
+    options: Any = {"steps": 6, "categorical_action_encoding": True}
+    frames = record_episode(lambda: Floats(6), more_often_1(), **options)
+    assert [frame.dtype for frame in frames] == [np.uint8] * 7
+    assert [int(frame[0, 0, 0]) for frame in frames] == list(range(7))
+
+
 def test_frames_of_an_environment_by_its_id():
     network = nn.Linear(4, 2)
     actor = categorical_actor(network)

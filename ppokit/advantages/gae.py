@@ -345,6 +345,9 @@ class GAE(WholeState, TorchRLGAE):
                     "returns, or use a value network without a state."
                 )
             needs_two = self.shifted is not None or target_params is not None or is_multi_step
+            if not skip_existing_outputs():
+                ends = self._ends_of_frames(tensordict)[0]
+                _check_following(tensordict, self.value_network, ends, mask, dim, strict=needs_two)
             needs_two = needs_two or skip_existing_outputs()
             if is_recurrent(self.value_network) or not needs_two:
                 value, following = self._one_pass(tensordict, params, target_params, dim, mask)
@@ -510,29 +513,50 @@ def _unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim
     return ends & ~terminated
 
 
+def _check_following(
+    tensordict: TensorDictBase,
+    network: TensorDictModule,
+    ends: Tensor,
+    mask: Tensor | None,
+    dim: int,
+    *,
+    strict: bool,
+) -> None:
+    """Raise a KeyError where an input of the value network is missing under ``"next"``.
+
+    Unless ``strict``, inputs that no step changes (a task id, say) may be missing, but not all.
+    ``ends`` are the frames that are done, ``[*B, T]``.
+    """
+    ndim, numbers = tensordict.ndim, not (ends.is_meta or torch.compiler.is_compiling())
+    inputs = {*map(as_key, network.in_keys)} - {*stored_keys(network)}
+    inputs = [key for key in inputs if get_if_any(tensordict, key) is not None]
+    missing = [key for key in inputs if get_if_any(tensordict.get("next"), key) is None]
+    if len(missing) < len(inputs) and not (strict and not is_recurrent(network)):
+        goes_on = ~ends if mask is None else mask & ~ends & ~last_valid_steps(mask, dim)
+        goes_on = goes_on.movedim(dim, 0)[:-1]
+        rows = {key: tensordict.get(key).movedim(dim, 0) for key in missing if numbers}
+        changes = {key: per_frame(x[1:] != x[:-1], ndim) for key, x in rows.items()}
+        missing = [key for key, x in changes.items() if (x & goes_on).any()]
+    if missing:
+        raise KeyError(
+            f"The value network reads {missing}, which are not under 'next': there is no "
+            "observation after a step. Collect with compact_obs=False, or store the values with "
+            "GymCollector(value_network=...), and pass value_network=None here."
+        )
+
+
 def _bootstrap_inputs(
     tensordict: TensorDictBase, steps: tuple[Tensor, ...] | None, network: TensorDictModule
 ) -> TensorDictBase:
     """Return the value network's inputs after the steps of an index, flat, or (None) after all."""
     batch_size = tensordict.batch_size if steps is None else steps[0].shape
     following, inputs = tensordict.get("next"), TensorDict({}, batch_size)
-    states = state_keys(network) if is_recurrent(network) else []
-    observed = False
     for key in network.in_keys:
-        before, after = tensordict.get(key, None), following.get(key, None)
-        # Inputs that no step changes (a task id, say) need not be repeated under "next".
-        found = before if after is None else after
-        if found is None:
-            continue
-        observed |= after is not None and key not in states
-        found = found if steps is None else found[steps]
-        inputs.set(key, found)
-    if not observed and not inputs.is_empty():
-        raise KeyError(
-            f"None of the value network's inputs {network.in_keys} is under 'next', and "
-            f"{inputs.numel()} steps bootstrap from their own next observation. Collect with "
-            "compact_obs=False."
-        )
+        after = following.get(key, None)
+        # what is not there does not change
+        found = tensordict.get(key, None) if after is None else after
+        if found is not None:
+            inputs.set(key, found if steps is None else found[steps])
     if is_recurrent(network):  # sequences of one step, which go on from the state before it
         inputs = inputs.unsqueeze(-1)
         for key in filter(is_init, network.in_keys):

@@ -37,6 +37,7 @@ from ppokit._state import check_names, load_all, state_of
 from ppokit.collectors.batch import FLAGS, EpisodeCounts
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import LARGEST_ID, Episodes, first_trajectory_id
+from ppokit.collectors.infos import info_names
 from ppokit.collectors.normalization import is_frozen, updated_parts
 from ppokit.collectors.policy import draws_indices
 from ppokit.collectors.torchrl_interface import TorchrlInterface
@@ -198,12 +199,12 @@ class GymCollector(TorchrlInterface):
         encoding = draws_indices(self.policy) if (x := categorical_action_encoding) is None else x
         readers = self.policy, observation_transform
         reads = {key_parts(key) for x in readers for key in in_keys_of(x)}
-        options = num_envs, encoding, reads, info_keys
+        options = num_envs, encoding, reads, (infos := info_names(info_keys))
         made = make_envs(make_env, *options, whole_episodes=whole_episodes)
         self._envs, self.env, self._num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         compiled = CompiledPolicy(compile_policy) if compile_policy is not False else None
-        options = observation_dtype, first_trajectory_id(worker_idx), compiled, reads, info_keys
+        options = observation_dtype, first_trajectory_id(worker_idx), compiled, reads, infos
         with self._closing_on_error():
             given, n = self.frames_per_batch, self.num_envs
             self.frames_per_batch = self.requested_frames_per_batch = -(-given // n) * n
@@ -212,7 +213,7 @@ class GymCollector(TorchrlInterface):
                 warnings.warn(f"{said} {self.frames_per_batch} frames.", stacklevel=2)
             self._episodes = Episodes(*made, counts, self.device, *options, values, compact_obs)
             self.keep_episodes = self._episodes.keep_state
-            names = self._episodes.keys, counts.wanted, info_keys
+            names = self._episodes.keys, counts.wanted, infos
             _check_keys(self.policy, observation_transform, value_network, *names)
 
     @property

@@ -214,6 +214,13 @@ class VectorEnvs:
             if key in infos
         }
 
+        for key in there:
+            if np.shape(infos[key])[:1] != (count,) and not isinstance(infos[key], Mapping):
+                raise ValueError(
+                    f"A vector environment returned {key!r} in info as {infos[key]!r}; return an "
+                    f"array of {count} entries, one for each member, or leave it out of info_keys."
+                )
+
         def entry(key: str, member: int) -> object:
             return infos[key] if isinstance(infos[key], Mapping) else infos[key][member]
 
@@ -252,6 +259,8 @@ def check_flags(value: object, name: str, shape: Shape, env: int | None) -> np.n
 def check_reward(reward: object, shape: Shape, dtype: np.dtype, env: int | None) -> np.ndarray:
     """Return a reward to store; raise a ValueError where it would be stored as something else."""
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
+    if type(reward) is int:  # of any size
+        reward = float(max(min(reward, 10**300), -(10**300)))
     array = check_array(reward, accepted, "the reward", env).reshape(shape)
     sizes, largest = np.abs(array, dtype=np.float64), float(np.finfo(dtype).max)
     if not sizes.max() <= largest and (is_lost := np.isfinite(array) & (sizes > largest)).any():

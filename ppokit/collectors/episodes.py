@@ -71,7 +71,7 @@ class Episodes:
         first_id: int,
         compiled: CompiledPolicy | None,
         reads: Collection[tuple[str, ...]],
-        info_keys: Collection[str],
+        info_keys: tuple[str, ...],
         values: StoredValues | None,
         compact: bool,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -12,13 +12,19 @@ from ppokit.collectors.batch import Record
 from ppokit.spaces import Shape, name_of
 
 
+def info_names(keys: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of entries of ``info``; raise a TypeError for anything else."""
+    names = () if isinstance(keys, str) else tuple(keys)
+    if isinstance(keys, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"info_keys must be names such as ['lives'], got {keys!r}.")
+    return names
+
+
 class Infos:
     """The entries of ``info`` under some keys, each in the shape and dtype of the first one."""
 
-    def __init__(self, keys: Collection[str]) -> None:
-        if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
-            raise TypeError(f"info_keys must be names such as ['lives'], got {keys!r}.")
-        self.keys = tuple(keys)
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.keys = keys
         self._last: dict[str, Sequence[object]] = {}  # beside the observations that come next
         self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
 

@@ -68,13 +68,18 @@ class StoredValues:
                 for x in own
             )
 
-        return [*takewhile(is_shared, parts(self.network))]
+        shared = [*takewhile(is_shared, parts(self.network))]
+        shared_layers = {layer for part in shared for layer in part.modules()}
+        others = [x for part in of_policy for x in part.modules() if x not in shared_layers]
+        # one that works in place changes the features; of a TensorDictModule, the entries
+        others = [x for x in others if not isinstance(x, TensorDictModuleBase)]
+        return [] if any(vars(x).get("inplace") is True for x in others) else shared
 
     def begin(self, policy: Policy) -> list[NestedKey]:
         """Begin a batch; return the policy's entries that the network need not compute."""
         shared = self._shared(policy)
         self._others = parts(self.network)[len(shared) :] if shared else [self.network]
-        return [as_key(key) for part in shared for key in part.out_keys]
+        return [*dict.fromkeys(as_key(key) for part in shared for key in part.out_keys)]
 
     def write(
         self, batch: TensorDictBase, kept: Entries, unseen: TensorDictBase, record: Record

@@ -68,7 +68,8 @@ def check_arguments(
 
 def warn_of_slow_bfloat16() -> None:
     """Warn on a CPU that has no instructions for bfloat16."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.11
+    has_list = hasattr(torch.cpu, "get_capabilities")  # torch 2.11 has not
+    found = torch.cpu.get_capabilities() if has_list else {}
     if found and not any(there for name, there in found.items() if "bf16" in name):
         warnings.warn(
             "This processor has no instructions for bfloat16, which is several times slower than "

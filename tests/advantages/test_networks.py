@@ -150,6 +150,13 @@ def test_large_observations_are_evaluated_in_parts():
         torch.testing.assert_close(found["state_value"], batch["x"].mean(-1, keepdim=True))
 
 
+def test_one_large_frame():
+    batch, critic = make_batch(1, 1), TensorDictModule(lambda x: x[..., :1], ["x"], ["state_value"])
+    batch["x"], batch["next", "x"] = torch.rand(2, 1, 1, 2**22)
+    found = ours(batch, critic)
+    assert found["state_value"].shape == found["advantage"].shape == (1, 1, 1)
+
+
 def test_value_chunk_size_counts_frames():
     """Whatever the batch dimensions are; rows with a recurrent critic, as in torchrl."""
     batch, sizes = make_batch(5, 6), list[int]()

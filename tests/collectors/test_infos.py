@@ -214,6 +214,23 @@ def test_members_that_tell_nothing(mode: Any):
         batches(mode, Mute)
 
 
+@pytest.mark.parametrize("value", [3, np.arange(3), np.float32(1)])
+def test_a_native_environment_with_one_entry_for_all(value: Any):
+    class Native(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            *returned, infos = super().step(actions)
+            return (*returned, infos | {"lives": value})
+
+    env = Native([Lives] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
+    with pytest.raises(ValueError, match=r"'lives' in info as .*array of 2 entries"):
+        batches(None, env)
+
+
+def test_keys_of_any_iterable():
+    *_, last = batches(None, info_keys=(key for key in ("lives", "place")))
+    assert {"lives", "place"} <= {*last.keys()}
+
+
 def test_info_of_a_list():
     """gymnasium's wrapper returns one dictionary for each member."""
     env = SyncVectorEnv([Lives] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
+from torchrl.modules import MLP, ValueOperator
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, LSTMModule, ObservationNormalizer
 from ppokit.networks import actor_critic
@@ -137,7 +138,26 @@ def other_features(actor: Any, critic: Any) -> Any:
     return critic
 
 
-VARIANTS: list[Any] = [hooked, nested, forget, other_features, lambda _, critic: Scaled(*critic)]
+def in_place(actor: Any, critic: Any) -> Any:
+    """A layer of the policy that changes the features after the critic's encoder."""
+    (head,) = [x for x in actor.modules() if getattr(x, "in_keys", 0) == ["_features"]]
+    head.module = nn.Sequential(nn.SiLU(inplace=True), head.module)
+    return critic
+
+
+def twice(actor: Any, critic: Any) -> Any:
+    return TensorDictSequential(critic[0], critic)
+
+
+VARIANTS: list[Any] = [
+    in_place,
+    twice,
+    hooked,
+    nested,
+    forget,
+    other_features,
+    lambda _, critic: Scaled(*critic),
+]
 
 
 @pytest.mark.parametrize("change", VARIANTS)
@@ -259,5 +279,55 @@ def test_gae_without_next_observations_names_the_fix():
     actor, critic = make_networks(False)
     with collector_of(Wander, actor, value_network=critic, compact_obs=True) as collector:
         batch = collector.rollout()
-    with pytest.raises(KeyError, match="compact_obs=False"):
+    for options in ({}, {"shifted": False}, {"shifted": True}):
+        with pytest.raises(KeyError, match=r"\['observation'\].*compact_obs=False"):
+            gae(value_network=critic, **options)(batch)
+    with pytest.raises(KeyError, match=r"\['observation'\].*compact_obs=False"):
+        gae(value_network=critic)(batch, target_params=TensorDict.from_module(critic))
+    loss = DualClipPPOLoss(actor, critic)
+    with pytest.raises(KeyError, match=r"'advantage'.*\['observation'\].*under 'next'"):
+        loss(batch.exclude("advantage"))
+
+
+def test_gae_without_some_of_the_next_observations():
+    """What no step changes may be missing there; "speed", of info, is there."""
+    actor, critic = make_networks(False)
+    options: Any = {"value_network": critic, "compact_obs": True}
+    with collector_of(Wander, actor, **options) as collector:
+        batch = collector.rollout()
+    speed, time = torch.rand(2, *batch.batch_size, 1)
+    batch["speed"], batch["next", "speed"] = speed, speed + 1
+    privileged = ValueOperator(MLP(4, 1, num_cells=[8]), ["observation", "speed"])
+    with pytest.raises(KeyError, match=r"reads \['observation'\]"):
+        gae(value_network=privileged)(batch.clone())
+    whole = batch.clone()
+    task = torch.arange(len(batch)).view(-1, 1, 1).expand(*batch.batch_size, 1).float()
+    critic = ValueOperator(MLP(2, 1, num_cells=[8]), ["task", "speed"])
+    batch["task"], whole["task"], whole["next", "task"] = task, task, task
+    expected = gae(value_network=critic)(whole)["advantage"]
+    torch.testing.assert_close(gae(value_network=critic)(batch)["advantage"], expected)
+    batch["task"] = time
+    with pytest.raises(KeyError, match=r"reads \['task'\]"):
         gae(value_network=critic)(batch)
+    ends = batch["next", "done"].clone()
+    batch["next", "done"] = torch.ones_like(ends)  # each step is an episode
+    assert gae(value_network=critic)(batch)["advantage"].isfinite().all()
+
+
+def test_gae_of_a_recurrent_critic_without_next_observations():
+    def memory_of(key: str) -> Any:
+        return LSTMModule(
+            3, 8, in_keys=["observation", f"h{key}", f"c{key}"],
+            out_keys=["features", ("next", f"h{key}"), ("next", f"c{key}")],
+        )  # fmt: skip
+
+    memory = memory_of("0")
+    value = ValueOperator(nn.Linear(8, 1), ["features"])
+    _, plain = make_networks(False)
+    head, _ = make_networks(False)
+    policy = TensorDictSequential(memory, head)
+    recurrent = TensorDictSequential(memory, value)
+    with collector_of(Wander, policy, value_network=plain, compact_obs=True) as collector:
+        batch = collector.rollout()
+    with pytest.raises(KeyError, match=r"reads \['observation'\].*compact_obs=False"):
+        gae(value_network=recurrent)(batch)

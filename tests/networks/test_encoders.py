@@ -10,8 +10,9 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 from torch import nn
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit import GymCollector
+from ppokit import GAE, DualClipPPOLoss, GymCollector
 from ppokit.networks import actor_critic
 from tests.networks.environments import BOX, CHOICE, VECTOR, Spaces, assert_updates, collect
 
@@ -62,21 +63,57 @@ def test_the_residual_network_is_that_of_the_paper():
 
 
 @pytest.mark.parametrize("name", ["nature", "small"])
-@pytest.mark.parametrize("layout", ["HWC", "CHW", "HW", "FHWC"])
-def test_images_in_any_layout(name: str, layout: str):
+@pytest.mark.parametrize("layout", ["HWC", "CHW", "HW", "FHWC", "FCHW"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 40, 36, 3), (3, 40, 36, 3), (4, 40, 40, 40), (2, 36, 40, 99)]
+)
+def test_images_in_any_layout(name: str, layout: str, sizes: tuple[int, ...]):
     """The convolutions see ``[N, C, H, W]``, in any memory, with any number of batch dimensions."""
-    size = {"F": 2, "H": 40, "W": 36, "C": 3}
+    size = dict(zip("FHWC", sizes, strict=True))
+    if layout in ("CHW", "FCHW") and size["C"] == size["H"]:
+        return  # channels come last
     shape = [size[x] for x in layout]
     space = spaces.Box(0, 51, shape, np.uint8)
     _, critic = actor_critic((space, CHOICE), hidden=(), encoder=name)
     images = torch.randint(0, 52, (2, 3, *shape), dtype=torch.uint8)
     ordered = torch.einsum(f"ab{layout}->ab{layout.replace('HW', '')}HW", images.float() / 51)
-    ordered = ordered.reshape(6, -1, 40, 36)
+    ordered = ordered.reshape(6, -1, size["H"], size["W"])
     *convolutions, last = [x for x in critic.modules() if isinstance(x, nn.Conv2d | nn.Linear)]
     for layer in convolutions:
         ordered = layer(ordered.flatten(1) if isinstance(layer, nn.Linear) else ordered).relu()
     found = critic(TensorDict({"pixels": images, "observation": images}, [2, 3]))["state_value"]
     torch.testing.assert_close(found, last(ordered).reshape(2, 3, 1))
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 111), (7, 7, 20), (10, 10, 10), (9, 11, 20)])
+def test_boards_with_many_kinds_of_pieces(shape: tuple[int, int, int]):
+    """The convolutions go over rows and columns; MinAtar's Seaquest has 10 x 10 x 10."""
+    _, critic = actor_critic((spaces.Box(0, 1, shape, np.bool_), CHOICE), (), encoder="small")
+    convolution, linear, last = [
+        x for x in critic.modules() if isinstance(x, nn.Conv2d | nn.Linear)
+    ]
+    images = torch.rand(5, *shape) < 0.3
+    hidden = convolution(images.permute(0, 3, 1, 2).float()).relu().flatten(1)
+    torch.testing.assert_close(critic.module(images), last(linear(hidden).relu()))
+
+
+@pytest.mark.parametrize("encoder", ["small", "impala"])
+def test_networks_of_images_can_be_mapped(encoder: str):
+    """torchrl's GAE and losses call them in torch.func.vmap."""
+    torch.manual_seed(0)
+    actor, critic = actor_critic((BITS, CHOICE), (), encoder=encoder)
+    images = torch.rand(3, 6, 10, 10, 4) < 0.3
+    mapped = torch.func.vmap(critic.module)(images)
+    torch.testing.assert_close(mapped, critic.module(images))
+    env = Spaces(BITS, CHOICE)
+    with GymCollector(lambda: env, actor, frames_per_batch=20) as collector:
+        batch = collector.rollout()
+    options: Any = {"gamma": 0.9, "lmbda": 0.8, "value_network": critic}
+    expected = GAE(**options)(batch.clone())["advantage"]
+    for own in (TorchRLGAE(**options), GAE(**options, shifted=False)):
+        torch.testing.assert_close(own(batch.clone())["advantage"], expected)
+    losses = DualClipPPOLoss(actor, critic)(batch)
+    assert losses["loss_critic"].isfinite()
 
 
 def test_small_images_and_choices_train_end_to_end():

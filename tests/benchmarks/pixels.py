@@ -1,4 +1,4 @@
-"""PPO on Pong: collection and updates of images, beside Stable-Baselines3 and plain torch."""
+"""PPO on Pong: collection and updates of images, beside other libraries and plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from typing import Any
 import gymnasium as gym
 import torch
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import GymWrapper, SerialEnv
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 import ppokit
 from ppokit.networks import actor_critic
@@ -34,21 +40,23 @@ from tests.benchmarks.timing import Call
 Iterate = Callable[[], object]
 GAME, STEPS, EPOCHS, SIZE = "pong", 128, 4, 256  # frames of a minibatch
 RATE, EPSILON, CLIP, ENTROPY = 2.5e-4, 1e-5, 0.1, 0.01
-PLAIN = "plain torch"
+PLAIN, TORCHRL = "plain torch", "torchrl's classes"
 ABOUT = {
     "ppokit, compiled": "with `compile=True` and `compile_policy=True`",
     "ppokit": "`GymCollector` with `value_network` and `compact_obs`, `GAE`, `PPOUpdate`",
     "ppokit, two copies": "values by `GAE`, and each observation twice in a batch",
     "Stable-Baselines3": "its `PPO` over `make_atari_env`, with fused Adam",
+    TORCHRL: "those of its `ppo_atari.py`, over gymnasium's wrappers, with the same networks",
     PLAIN: "one file in the manner of CleanRL's `ppo_atari.py`, over ALE's vector environment",
 }
-PEERS = ("Stable-Baselines3", PLAIN)
+PEERS = ("Stable-Baselines3", TORCHRL, PLAIN)
 
 
 def make_envs(count: int) -> Any:
-    """Return ALE's vector environment, on one thread."""
+    """Return ALE's vector environment, on as many threads as torch."""
     kind = import_module("ale_py.vector_env").AtariVectorEnv
-    return kind(GAME, num_envs=count, num_threads=1, autoreset_mode=AutoresetMode.SAME_STEP)
+    options = {"num_threads": torch.get_num_threads(), "autoreset_mode": AutoresetMode.SAME_STEP}
+    return kind(GAME, num_envs=count, **options)
 
 
 def of_ppokit(
@@ -97,6 +105,47 @@ def of_stable_baselines3(count: int, epochs: int = EPOCHS) -> Iterate:
     def iterate() -> None:
         model.collect_rollouts(model.env, callback, model.rollout_buffer, STEPS)
         model.train()
+
+    return iterate
+
+
+def make_single_env() -> GymWrapper:
+    gym.register_envs(import_module("ale_py"))
+    env = AtariPreprocessing(gym.make("PongNoFrameskip-v4"))
+    return GymWrapper(FrameStackObservation(env, 4))
+
+
+def of_torchrl(count: int, epochs: int = EPOCHS) -> Iterate:
+    env, frames = SerialEnv(count, make_single_env), count * STEPS
+    actor, _, critic = actor_critic(env, hidden=(), shared=True)
+    loss = ClipPPOLoss(
+        actor,
+        critic,
+        clip_epsilon=CLIP,
+        entropy_coeff=ENTROPY,
+        critic_coeff=0.5,
+        loss_critic_type="l2",
+        normalize_advantage=True,
+    )
+    parameters: Any = [*loss.parameters()]
+    optimizer = torch.optim.Adam(parameters, RATE, eps=EPSILON, fused=True)
+    advantage = TorchRLGAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    options: Any = {"storage": LazyTensorStorage(frames), "sampler": SamplerWithoutReplacement()}
+    buffer = ReplayBuffer(**options, batch_size=min(SIZE, frames))
+    batches = iter(Collector(env, actor, frames_per_batch=frames, total_frames=-1))
+
+    def iterate() -> None:
+        batch = next(batches)
+        with torch.no_grad():
+            batch = advantage(batch)
+        for _ in range(epochs):
+            buffer.extend(batch.reshape(-1))
+            for minibatch in buffer:
+                losses = loss(minibatch)
+                sum(x for key, x in losses.items() if key.startswith("loss_")).backward()
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
 
     return iterate
 
@@ -167,20 +216,23 @@ MAKE: dict[str, Callable[..., Iterate]] = {
     "ppokit": of_ppokit,
     "ppokit, two copies": partial(of_ppokit, compact=False),
     "Stable-Baselines3": of_stable_baselines3,
+    TORCHRL: of_torchrl,
     PLAIN: lambda *sizes: PlainPPO(*sizes).iterate,
 }
 
 
-def measure(count: int, seconds: float, fewest: int) -> list[Row]:
+def measure(count: int, threads: int, warm_up: int, seconds: float, fewest: int) -> list[Row]:
+    """Time the contenders after so many iterations, in which graphs are captured."""
     torch.manual_seed(0)
+    torch.set_num_threads(threads)
     calls = {}
     for name, make in MAKE.items():
         with suppress(ImportError):
             calls[name] = Call(iterate := make(count))
-            for _ in range(2):  # captures, and the first touch of memory
+            for _ in range(warm_up):
                 iterate()
     limits = {"seconds": seconds, "fewest": fewest}
-    return timed("iteration", (count, STEPS), calls, peers=PEERS, **limits)
+    return timed(f"threads: {threads}", (count, STEPS), calls, peers=PEERS, **limits)
 
 
 def peak(contender: str, count: int) -> dict[str, float]:
@@ -204,9 +256,15 @@ def peak(contender: str, count: int) -> dict[str, float]:
 
 def main() -> None:
     bench = Benchmark("pixels", packages=("ale-py", "stable-baselines3"))
-    counts, budget = ((1,), (0.5, 2)) if bench.quick else ((8,), (150.0, 5))
-    rows = bench.measure(partial(measure, count, *budget) for count in counts)
-    draw_bars(bench.file("png"), {"": speeds(rows)})
+    cases = [(8, 1, 8, 150.0, 5), (8, 2, 8, 100.0, 5), (64, 1, 2, 150.0, 3), (64, 2, 2, 100.0, 3)]
+    cases = [(1, 1, 2, 0.5, 2)] if bench.quick else cases
+    rows = bench.measure(partial(measure, *case) for case in cases)
+
+    def case_of(row: Row) -> str:
+        return f"{row.batch} environments, {row.part}"
+
+    groups = {name: [x for x in rows if case_of(x) == name] for name in map(case_of, rows)}
+    draw_bars(bench.file("png"), {name: speeds(group) for name, group in groups.items()})
     measured = {row.contender for row in rows} - {"ppokit, compiled", PLAIN}
     names = [name for name in MAKE if name in measured]
     largest = 2 if bench.quick else 64
@@ -218,18 +276,18 @@ def main() -> None:
     memory = bench.folder / "pixels_memory.csv"
     write_lines(memory, peaks)
     ratios = {
-        "times the faster peer": lambda row: f"{row.best_peer_over_this:.2f}",
+        "times the fastest peer": lambda row: f"{row.best_peer_over_this:.2f}",
     }
     sizes = [[x["contender"], f"{x['peak'] / 2**20:,.0f}"] for x in peaks]
     bench.write_page(f"""# Images: Pong
 
-One iteration of PPO in CleanRL's setting: {counts[0]} environments for {STEPS} steps, then {EPOCHS}
-epochs of minibatches of {SIZE} frames; the Nature CNN, shared by policy and critic, float32, on one
-thread. Preprocessing is in C++ (ALE) for all but Stable-Baselines3, which has Python wrappers.
+One iteration of PPO in CleanRL's setting: {STEPS} steps of each environment, then {EPOCHS} epochs
+of minibatches of {SIZE} frames; the Nature CNN, shared by policy and critic, float32. Preprocessing
+is in C++ (ALE), of Stable-Baselines3 and torchrl in Python wrappers.
 
 ![Frames a second](pixels.png)
 
-{speed_table(rows, "{0.contender}".format, ratios)}
+{speed_table(rows, lambda row: f"{row.contender}; {case_of(row)}", ratios)}
 
 {bullets(ABOUT)}
 

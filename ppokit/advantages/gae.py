@@ -345,14 +345,13 @@ class GAE(WholeState, TorchRLGAE):
                     "returns, or use a value network without a state."
                 )
             needs_two = self.shifted is not None or target_params is not None or is_multi_step
-            if not skip_existing_outputs():
-                ends = self._ends_of_frames(tensordict)[0]
-                _check_following(tensordict, self.value_network, ends, mask, dim, strict=needs_two)
             needs_two = needs_two or skip_existing_outputs()
             if is_recurrent(self.value_network) or not needs_two:
                 value, following = self._one_pass(tensordict, params, target_params, dim, mask)
                 terminated = self._ends_of_frames(tensordict)[1]
                 return value, following.masked_fill(expand_as_right(terminated, value), 0), None
+            if not skip_existing_outputs():
+                _check_following(tensordict, self.value_network, None, None)
             params = None if params is None else params.detach()
             if params is not None and target_params is None and not self.shifted:
                 target_params = params.clone(False)
@@ -422,6 +421,10 @@ class GAE(WholeState, TorchRLGAE):
             has_no_numbers = torch.compiler.is_compiling() or value.is_meta
             steps = None if has_no_numbers else alone.nonzero(as_tuple=True)
             if steps is None or len(steps[0]):
+                goes_on = self._ends_of_frames(tensordict)[0].logical_not()
+                if mask is not None:
+                    goes_on = goes_on & mask & ~last_valid_steps(mask, dim)
+                _check_following(tensordict, network, dim, None if has_no_numbers else goes_on)
                 inputs = _bootstrap_inputs(tensordict, steps, network)
                 own = self._evaluate(inputs.split(chunks[0].batch_size.numel()), 0)
                 own = own.detach().to(value.dtype)
@@ -514,35 +517,32 @@ def _unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim
 
 
 def _check_following(
-    tensordict: TensorDictBase,
-    network: TensorDictModule,
-    ends: Tensor,
-    mask: Tensor | None,
-    dim: int,
-    *,
-    strict: bool,
+    tensordict: TensorDictBase, network: TensorDictModule, dim: int | None, goes_on: Tensor | None
 ) -> None:
     """Raise a KeyError where an input of the value network is missing under ``"next"``.
 
-    Unless ``strict``, inputs that no step changes (a task id, say) may be missing, but not all.
-    ``ends`` are the frames that are done, ``[*B, T]``.
+    With the dimension of time, inputs that no step changes (a task id, say) may be missing, but not
+    all. ``goes_on``: which frames ``[*B, T]`` the next one follows; None where none can be read.
     """
-    ndim, numbers = tensordict.ndim, not (ends.is_meta or torch.compiler.is_compiling())
     inputs = {*map(as_key, network.in_keys)} - {*stored_keys(network)}
     inputs = [key for key in inputs if get_if_any(tensordict, key) is not None]
     missing = [key for key in inputs if get_if_any(tensordict.get("next"), key) is None]
-    if len(missing) < len(inputs) and not (strict and not is_recurrent(network)):
-        goes_on = ~ends if mask is None else mask & ~ends & ~last_valid_steps(mask, dim)
-        goes_on = goes_on.movedim(dim, 0)[:-1]
-        rows = {key: tensordict.get(key).movedim(dim, 0) for key in missing if numbers}
-        changes = {key: per_frame(x[1:] != x[:-1], ndim) for key, x in rows.items()}
-        missing = [key for key, x in changes.items() if (x & goes_on).any()]
+    if dim is not None and len(missing) < len(inputs):
+        missing = [key for key in missing if _changes(tensordict.get(key), goes_on, dim)]
     if missing:
         raise KeyError(
             f"The value network reads {missing}, which are not under 'next': there is no "
             "observation after a step. Collect with compact_obs=False, or store the values with "
             "GymCollector(value_network=...), and pass value_network=None here."
         )
+
+
+def _changes(x: Tensor, goes_on: Tensor | None, dim: int) -> bool:
+    """Return whether an entry ``[*B, T, ...]`` differs between a frame and the one that follows."""
+    if goes_on is None:
+        return False
+    x, goes_on = x.movedim(dim, 0), goes_on.movedim(dim, 0)[:-1]
+    return bool((per_frame(x[1:] != x[:-1], goes_on.ndim) & goes_on).any())
 
 
 def _bootstrap_inputs(

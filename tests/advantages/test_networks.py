@@ -150,6 +150,13 @@ def test_large_observations_are_evaluated_in_parts():
         torch.testing.assert_close(found["state_value"], batch["x"].mean(-1, keepdim=True))
 
 
+def test_no_next_observation_where_each_step_terminates():
+    batch, critic = make_batch(3, 4), make_critic()
+    batch["next", "done"] = batch["next", "terminated"] = torch.ones_like(batch["next", "done"])
+    expected = ours(batch, critic)
+    assert_same(ours(batch.exclude(("next", "observation")), critic), expected)
+
+
 def test_one_large_frame():
     batch, critic = make_batch(1, 1), TensorDictModule(lambda x: x[..., :1], ["x"], ["state_value"])
     batch["x"], batch["next", "x"] = torch.rand(2, 1, 1, 2**22)

@@ -184,7 +184,8 @@ def score_table(groups: Groups) -> str:
 
 
 def main() -> None:
-    bench = Benchmark("minatar", keeps_results=True, packages=("minatar", "stable-baselines3"))
+    packages = ("minatar", "stable-baselines3")
+    bench = Benchmark("minatar", keeps_results=True, packages=packages, has_record=True)
     record = Record(bench.file("csv"), bench.results, "minatar.run")
     others = [SB3] if find_spec("stable_baselines3") else []
     games = GAMES[:1] if bench.quick else GAMES
@@ -192,16 +193,17 @@ def main() -> None:
     jobs: list[Job] = [
         (game, arm, seed) for seed in range(seeds) for game in games for arm in (COMPILED, *others)
     ]
-    record.run(jobs, CORES, frames)
-    turns = rounds(games, [COMPILED, EAGER, *others], 1 if bench.quick else 3)
-    record.run(turns, 1, 10**9, 0.5 if bench.quick else 15.0)
+    if not bench.options.pages:
+        record.run(jobs, CORES, frames)
+        turns = rounds(games, [COMPILED, EAGER, *others], 1 if bench.quick else 3)
+        record.run(turns, 1, 10**9, 0.5 if bench.quick else 10.0)
     groups = record.by_task(games)
     title = "Interquartile mean of the seeds, and its 95% interval"
     label = ["return of the last 100 episodes"]
     draw_bands(bench.file("png"), curves(groups, "training"), iqm_and_interval, title, label)
     bench.write_page(f"""# MinAtar, beside Stable-Baselines3
 
-{frames:,} frames of each game with sticky actions and rising difficulty, the fewest actions;
+{record.missing(jobs)}{frames:,} frames of each game with sticky actions and rising difficulty, the fewest actions;
 {ENVS} environments for {STEPS} steps, {EPOCHS} epochs of minibatches of {SIZE} frames, a learning
 rate that falls from {RATE} to 0, clip range {CLIP}, entropy coefficient {ENTROPY}. Both arms have
 `actor_critic`'s `encoder="small"`, shared by policy and critic, and fused Adam.

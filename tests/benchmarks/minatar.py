@@ -203,10 +203,11 @@ def main() -> None:
     draw_bands(bench.file("png"), curves(groups, "training"), iqm_and_interval, title, label)
     bench.write_page(f"""# MinAtar, beside Stable-Baselines3
 
-{record.missing(jobs)}{frames:,} frames of each game with sticky actions and rising difficulty, the fewest actions;
-{ENVS} environments for {STEPS} steps, {EPOCHS} epochs of minibatches of {SIZE} frames, a learning
-rate that falls from {RATE} to 0, clip range {CLIP}, entropy coefficient {ENTROPY}. Both arms have
-`actor_critic`'s `encoder="small"`, shared by policy and critic, and fused Adam.
+{record.missing(jobs)}{frames:,} frames of each game with sticky actions and rising difficulty, and
+the fewest actions; {ENVS} environments for {STEPS} steps, {EPOCHS} epochs of minibatches of {SIZE}
+frames, a learning rate that falls from {RATE} to 0, clip range {CLIP}, entropy coefficient
+{ENTROPY}. Both arms have `actor_critic`'s `encoder="small"`, shared by policy and critic, and fused
+Adam.
 
 ![Returns over frames](minatar.png)
 

@@ -266,8 +266,10 @@ def record_episode(
 
 
 def _as_bytes(picture: np.ndarray) -> np.ndarray:
-    """Return a picture of bytes; numbers of a floating-point one are from 0 to 1."""
-    return (255 * picture).round().astype(np.uint8) if picture.dtype.kind == "f" else picture
+    """Return a picture of bytes; flags, and numbers that are all from 0 to 1, are multiplied."""
+    if picture.dtype.kind == "b" or (picture.dtype.kind == "f" and picture.max(initial=0) <= 1):
+        picture = 255.0 * picture
+    return picture.round().astype(np.uint8)
 
 
 def _make_recorder(make_env: Any, seed: int) -> RenderCollection | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, reduce
 from operator import getitem
 from typing import Any, NamedTuple, cast
@@ -213,8 +214,9 @@ def observation_leaves(
     if MASK in info and isinstance(choice, spaces.Discrete):
         check_array(info[MASK], [(int(choice.n),)], f"an {MASK!r} of {choice} in info", 0)
     if MASK in info and MASK not in [leaf.key for leaf in leaves]:
-        shape = np.shape(info[MASK])
-        leaves.append(Leaf(MASK, shape, torch.bool, None, (shape,), None))
+        with suppress(ValueError):  # gymnasium's masks of several choices are no arrays
+            if (mask := np.asarray(info[MASK])).dtype.kind in "fiub":
+                leaves.append(Leaf(MASK, mask.shape, torch.bool, None, (mask.shape,), None))
     return leaves
 
 

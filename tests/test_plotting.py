@@ -281,6 +281,14 @@ def test_frames_between_0_and_1_become_bytes():
     assert [frame.dtype for frame in frames] == [np.uint8] * 7
     assert [int(frame[0, 0, 0]) for frame in frames] == list(range(7))
 
+    class Others(Counts):
+        def render(self) -> Any:
+            picture = super().render()
+            return picture * 200.0 if len(self.actions) % 2 else picture.astype(np.int64)
+
+    others = record_episode(lambda: Others(6), more_often_1(), **options)
+    assert {frame.dtype for frame in others} == {np.dtype(np.uint8)}
+
 
 def test_frames_of_an_environment_by_its_id():
     network = nn.Linear(4, 2)

@@ -101,9 +101,10 @@ class GAE(WholeState, TorchRLGAE):
             second one, which must be in the batch: a frame is valid where both are True.
         traj_key: trajectory ids; one that changes without a done raises ValueError.
         **kwargs: torchrl's further arguments. ``value_chunk_size`` evaluates so many frames at a
-            time, which bounds the memory of activations; of a recurrent network so many rows, as in
-            torchrl. Without it a batch is evaluated in parts of 8 MiB of observations on the CPU,
-            which stay in its cache, and of 512 MiB on other devices; by recurrent networks at once.
+            time, which bounds the memory of activations; of a recurrent network, and with
+            ``shifted`` given, so many rows, as in torchrl. Without it a batch is evaluated in parts
+            of 8 MiB of observations on the CPU, which stay in its cache, and of 512 MiB on other
+            devices; by recurrent networks at once.
 
     Raises:
         KeyError: a key is missing; the message names it and what the batch holds.
@@ -350,8 +351,8 @@ class GAE(WholeState, TorchRLGAE):
                 value, following = self._one_pass(tensordict, params, target_params, dim, mask)
                 terminated = self._ends_of_frames(tensordict)[1]
                 return value, following.masked_fill(expand_as_right(terminated, value), 0), None
-            if not skip_existing_outputs():
-                _check_following(tensordict, self.value_network, None, None)
+            if not (skip_existing_outputs() and get_if_any(tensordict, ("next", as_key(key)))):
+                self._check_following(tensordict, dim, mask, strict=not self.shifted)
             params = None if params is None else params.detach()
             if params is not None and target_params is None and not self.shifted:
                 target_params = params.clone(False)
@@ -421,10 +422,7 @@ class GAE(WholeState, TorchRLGAE):
             has_no_numbers = torch.compiler.is_compiling() or value.is_meta
             steps = None if has_no_numbers else alone.nonzero(as_tuple=True)
             if steps is None or len(steps[0]):
-                goes_on = self._ends_of_frames(tensordict)[0].logical_not()
-                if mask is not None:
-                    goes_on = goes_on & mask & ~last_valid_steps(mask, dim)
-                _check_following(tensordict, network, dim, None if has_no_numbers else goes_on)
+                self._check_following(tensordict, dim, mask)
                 inputs = _bootstrap_inputs(tensordict, steps, network)
                 own = self._evaluate(inputs.split(chunks[0].batch_size.numel()), 0)
                 own = own.detach().to(value.dtype)
@@ -437,6 +435,30 @@ class GAE(WholeState, TorchRLGAE):
                     _check_finite(own, steps, ends)
                     following[steps] = own
         return value, following
+
+    def _check_following(
+        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None, *, strict: bool = False
+    ) -> None:
+        """Raise a KeyError where an input of the value network is missing under ``"next"``.
+
+        Unless ``strict``, those that no step changes (a task id, say) may be missing, but not all.
+        In a graph changes are not seen.
+        """
+        network: Any = self.value_network
+        inputs = {*map(as_key, network.in_keys)} - {*stored_keys(network)}
+        inputs = {key: x for key in inputs if (x := get_if_any(tensordict, key)) is not None}
+        missing = [key for key in inputs if get_if_any(tensordict.get("next"), key) is None]
+        if len(missing) < len(inputs) and not strict:
+            ends = self._ends_of_frames(tensordict)[0]
+            goes_on = ~ends if mask is None else mask & ~ends & ~last_valid_steps(mask, dim)
+            is_known = not (ends.is_meta or torch.compiler.is_compiling())
+            missing = [key for key in missing if is_known and _changes(inputs[key], goes_on, dim)]
+        if missing:
+            raise KeyError(
+                f"The value network reads {missing}, which are not under 'next': there is no "
+                "observation after a step. Collect with compact_obs=False, or store the values "
+                "with GymCollector(value_network=...), and pass value_network=None here."
+            )
 
     def _evaluate(self, chunks: Sequence[TensorDictBase], dim: int) -> Tensor:
         fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
@@ -516,33 +538,12 @@ def _unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim
     return ends & ~terminated
 
 
-def _check_following(
-    tensordict: TensorDictBase, network: TensorDictModule, dim: int | None, goes_on: Tensor | None
-) -> None:
-    """Raise a KeyError where an input of the value network is missing under ``"next"``.
-
-    With the dimension of time, inputs that no step changes (a task id, say) may be missing, but not
-    all. ``goes_on``: which frames ``[*B, T]`` the next one follows; None where none can be read.
-    """
-    inputs = {*map(as_key, network.in_keys)} - {*stored_keys(network)}
-    inputs = [key for key in inputs if get_if_any(tensordict, key) is not None]
-    missing = [key for key in inputs if get_if_any(tensordict.get("next"), key) is None]
-    if dim is not None and len(missing) < len(inputs):
-        missing = [key for key in missing if _changes(tensordict.get(key), goes_on, dim)]
-    if missing:
-        raise KeyError(
-            f"The value network reads {missing}, which are not under 'next': there is no "
-            "observation after a step. Collect with compact_obs=False, or store the values with "
-            "GymCollector(value_network=...), and pass value_network=None here."
-        )
-
-
-def _changes(x: Tensor, goes_on: Tensor | None, dim: int) -> bool:
+def _changes(entry: Tensor | TensorDictBase, goes_on: Tensor, dim: int) -> bool:
     """Return whether an entry ``[*B, T, ...]`` differs between a frame and the one that follows."""
-    if goes_on is None:
-        return False
-    x, goes_on = x.movedim(dim, 0), goes_on.movedim(dim, 0)[:-1]
-    return bool((per_frame(x[1:] != x[:-1], goes_on.ndim) & goes_on).any())
+    if isinstance(entry, TensorDictBase):
+        return any(_changes(x, goes_on, dim) for x in entry.values(True, True))
+    x, follows = entry.movedim(dim, 0), goes_on.movedim(dim, 0)[:-1]
+    return bool((per_frame(x[1:] != x[:-1], goes_on.ndim) & follows).any())
 
 
 def _bootstrap_inputs(

@@ -214,10 +214,12 @@ class VectorEnvs:
             if key in infos
         }
 
-        for key in there:
-            if np.shape(infos[key])[:1] != (count,) and not isinstance(infos[key], Mapping):
+        for key in self._info_keys:
+            value = infos.get(key, {})
+            is_array = isinstance(value, list | tuple) or np.ndim(value) > 0
+            if not (isinstance(value, Mapping) or (is_array and len(value) == count)):
                 raise ValueError(
-                    f"A vector environment returned {key!r} in info as {infos[key]!r}; return an "
+                    f"A vector environment returned {key!r} in info as {value!r}; return an "
                     f"array of {count} entries, one for each member, or leave it out of info_keys."
                 )
 

@@ -14,8 +14,9 @@ from ppokit.spaces import Shape, name_of
 
 def info_names(keys: Iterable[str]) -> tuple[str, ...]:
     """Return the names of entries of ``info``; raise a TypeError for anything else."""
-    names = () if isinstance(keys, str) else tuple(keys)
-    if isinstance(keys, str) or not all(isinstance(name, str) for name in names):
+    is_many = isinstance(keys, Iterable) and not isinstance(keys, str)
+    names = tuple(keys) if is_many else ()
+    if not is_many or not all(isinstance(name, str) for name in names):
         raise TypeError(f"info_keys must be names such as ['lives'], got {keys!r}.")
     return names
 

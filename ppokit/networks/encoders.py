@@ -172,11 +172,14 @@ class Own(nn.Module):
     def __init__(self, dims: int, numbers: nn.Module, module: nn.Module) -> None:
         super().__init__()
         self.dims, self.numbers, self.module = dims, numbers, module
+        #: whether a layer may change the observation, which is the user's
+        self.copies = any(vars(layer).get("inplace") is True for layer in module.modules())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[*B, F]`` for ``[*B, *shape]``."""
         batch = x.shape[: x.ndim - self.dims]
-        features = self.module(self.numbers(x.reshape(-1, *x.shape[len(batch) :])))
+        numbers = self.numbers(x.reshape(-1, *x.shape[len(batch) :]))
+        features = self.module(numbers.clone() if self.copies else numbers)
         return features.reshape(*batch, math.prod(features.shape[1:]))
 
 
@@ -273,17 +276,17 @@ CONVOLUTIONS = {
 def _sides(spec: TensorSpec) -> tuple[int, int]:
     """Return the smaller side of an image, 0 of others, and the dimension of its height.
 
-    Height and width are neighbours of similar size, at least half as large as any others; of
-    several the first, since channels usually come last.
+    Height and width are neighbours, neither four times the other if others are not: a square at
+    least half as large as others, or else the largest. If sizes do not tell, channels come last.
     """
     is_image = spec.ndim in (3, 4) or (spec.ndim == 2 and spec.dtype is torch.uint8)
-    if not is_image or type(spec) in _CHOICES:
+    if not is_image or type(spec) in _CHOICES or 0 in spec.shape:
         return 0, 0
-    pairs = [(min(x), max(x), n) for n, x in enumerate(itertools.pairwise(spec.shape))]
-    largest = max(pairs)[0]
-    ratios = [(y / x, n, x) for x, y, n in pairs if 2 * x >= largest and x]
-    _, height_dim, smaller = min(ratios, default=(0, 0, 0))
-    return smaller, height_dim
+    pairs = [(min(x), -max(x) / min(x), -n) for n, x in enumerate(itertools.pairwise(spec.shape))]
+    pairs = [pair for pair in pairs if pair[1] >= -4] or pairs
+    squares = [pair for pair in pairs if pair[1] == -1 and 2 * pair[0] >= max(pairs)[0]]
+    smaller, _, place = squares[0] if squares else max(pairs)
+    return smaller, -place
 
 
 def _input(spec: TensorSpec, encoder: Encoder | None) -> nn.Module:

@@ -157,6 +157,38 @@ def test_no_next_observation_where_each_step_terminates():
     assert_same(ours(batch.exclude(("next", "observation")), critic), expected)
 
 
+def test_what_no_step_changes_may_be_missing_under_next():
+    """A task, as a tensor or a TensorDict; also in torchrl's single pass."""
+    batch, task = make_batch(3, 4), torch.arange(3.0).view(3, 1, 1).expand(3, 4, 1)
+    weights = torch.randn(4, 1, dtype=batch["observation"].dtype)
+    nested = TensorDict({"x": task}, [3, 4])
+    critic = TensorDictModule(
+        lambda x, a, b: x @ weights + a + b["x"], ["observation", "task", "nested"], ["state_value"]
+    )
+    whole = batch.clone().update({"task": task, "nested": nested})
+    whole["next"].update({"task": task, "nested": nested})
+    expected = ours(whole, critic)
+    batch.update({"task": task, "nested": nested})
+    assert_same(ours(batch, critic), expected)
+    assert_same(ours(batch.exclude("nested"), critic_of_task(weights), shifted=True),
+                ours(whole, critic_of_task(weights), shifted=True))  # fmt: skip
+    for key in ("task", ("nested", "x")):
+        changed = batch.clone()
+        changed[key] = torch.rand(3, 4, 1)
+        with pytest.raises(KeyError, match="which are not under 'next'"):
+            ours(changed, critic)
+
+
+def critic_of_task(weights: torch.Tensor) -> TensorDictModule:
+    return TensorDictModule(lambda x, a: x @ weights + a, ["observation", "task"], ["state_value"])
+
+
+def test_values_that_exist_and_no_next_observation():
+    batch, critic = make_batch(3, 5, p=0.0), make_critic()
+    with pytest.raises(KeyError, match="which are not under 'next'"):
+        ours(batch.exclude(("next", "observation")), critic, shifted=True, skip_existing=True)
+
+
 def test_one_large_frame():
     batch, critic = make_batch(1, 1), TensorDictModule(lambda x: x[..., :1], ["x"], ["state_value"])
     batch["x"], batch["next", "x"] = torch.rand(2, 1, 1, 2**22)

@@ -226,6 +226,34 @@ def test_a_native_environment_with_one_entry_for_all(value: Any):
         batches(None, env)
 
 
+def test_a_mask_for_all_members_that_nobody_reads():
+    class Native(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            *returned, infos = super().step(actions)
+            return (*returned, infos | {"action_mask": np.ones(7, bool)})
+
+    env = Native([Lives] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
+    assert "lives" in batches(None, env)[0].keys()
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda x: dict(enumerate(x)), list])
+def test_masks_of_several_choices_that_nobody_reads(kind: Any):
+    """gymnasium's masks of a MultiDiscrete or a Dict are no arrays."""
+
+    class Masked(Lives):
+        action_space = spaces.MultiDiscrete([3, 4])
+        told = ("lives", "action_mask")
+
+        def told_of(self, time: int) -> Any:
+            mask = kind([np.ones(3, np.int8), np.ones(4, np.int8)])
+            observation = np.array([time, self.episode], np.float32)
+            return observation, {"lives": time, "action_mask": mask}
+
+    actor, _ = actor_critic(Masked())
+    with GymCollector(Masked, actor, frames_per_batch=8, info_keys=["lives"]) as collector:
+        assert "action_mask" not in collector.rollout()
+
+
 def test_keys_of_any_iterable():
     *_, last = batches(None, info_keys=(key for key in ("lives", "place")))
     assert {"lives", "place"} <= {*last.keys()}
@@ -249,6 +277,8 @@ def test_info_of_a_list():
     ("keys", "error", "words"),
     [
         ("lives", TypeError, r"names such as \['lives'\]"),
+        (None, TypeError, "names such as"),
+        (3, TypeError, "names such as"),
         ([("a", "b")], TypeError, "names such as"),
         (["action"], ValueError, "another entry 'action'"),
         (["observation"], ValueError, "another entry 'observation'"),

@@ -16,6 +16,7 @@ from ppokit import GAE, DualClipPPOLoss, GymCollector
 from ppokit.networks import actor_critic
 from tests.networks.environments import BOX, CHOICE, VECTOR, Spaces, assert_updates, collect
 
+VECTOR_4 = spaces.Box(-5, 5, (4,), np.float32)
 BITS = spaces.Box(0, 1, (10, 10, 4), np.bool_)
 LARGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 PARTS = spaces.Dict(image=LARGE, speed=VECTOR, level=spaces.Discrete(4))
@@ -65,7 +66,7 @@ def test_the_residual_network_is_that_of_the_paper():
 @pytest.mark.parametrize("name", ["nature", "small"])
 @pytest.mark.parametrize("layout", ["HWC", "CHW", "HW", "FHWC", "FCHW"])
 @pytest.mark.parametrize(
-    "sizes", [(2, 40, 36, 3), (3, 40, 36, 3), (4, 40, 40, 40), (2, 36, 40, 99)]
+    "sizes", [(2, 40, 36, 3), (3, 40, 36, 3), (4, 40, 40, 40), (2, 38, 38, 99)]
 )
 def test_images_in_any_layout(name: str, layout: str, sizes: tuple[int, ...]):
     """The convolutions see ``[N, C, H, W]``, in any memory, with any number of batch dimensions."""
@@ -85,7 +86,7 @@ def test_images_in_any_layout(name: str, layout: str, sizes: tuple[int, ...]):
     torch.testing.assert_close(found, last(ordered).reshape(2, 3, 1))
 
 
-@pytest.mark.parametrize("shape", [(8, 8, 111), (7, 7, 20), (10, 10, 10), (9, 11, 20)])
+@pytest.mark.parametrize("shape", [(8, 8, 111), (7, 7, 20), (10, 10, 10), (20, 10, 7), (13, 7, 4)])
 def test_boards_with_many_kinds_of_pieces(shape: tuple[int, int, int]):
     """The convolutions go over rows and columns; MinAtar's Seaquest has 10 x 10 x 10."""
     _, critic = actor_critic((spaces.Box(0, 1, shape, np.bool_), CHOICE), (), encoder="small")
@@ -95,6 +96,42 @@ def test_boards_with_many_kinds_of_pieces(shape: tuple[int, int, int]):
     images = torch.rand(5, *shape) < 0.3
     hidden = convolution(images.permute(0, 3, 1, 2).float()).relu().flatten(1)
     torch.testing.assert_close(critic.module(images), last(linear(hidden).relu()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "height"),
+    [
+        ((4, 6, 9, 3), 1),  # frames, rows, columns, colors
+        ((4, 5, 7, 3), 1),
+        ((3, 3, 21, 16), 2),
+        ((6, 9, 16), 1),
+        ((20, 32, 64), 1),
+        ((20, 9, 11), 1),
+        ((111, 8, 8), 1),
+        ((8, 9, 111), 0),
+        ((21, 16, 3), 0),
+        ((4, 4, 10, 10), 2),
+    ],
+)
+def test_height_and_width_of_other_shapes(shape: tuple[int, ...], height: int):
+    _, critic = actor_critic((spaces.Box(0, 1, shape, np.bool_), CHOICE), (), encoder="small")
+    (convolution,) = [x for x in critic.modules() if isinstance(x, nn.Conv2d)]
+    rows, columns = shape[height : height + 2]
+    assert convolution.in_channels == np.prod(shape) // (rows * columns)
+    last = next(x for x in critic.modules() if isinstance(x, nn.Linear))
+    assert last.in_features == 16 * (rows - 2) * (columns - 2)
+
+
+def test_a_module_that_works_in_place_leaves_the_observation():
+    encoder = nn.Sequential(nn.ELU(inplace=True), nn.Linear(4, 6))
+    actor, _, critic = actor_critic((VECTOR_4, CHOICE), (), encoder=encoder, shared=True)
+    env = Spaces(VECTOR_4, CHOICE)
+    with GymCollector(lambda: env, actor, frames_per_batch=20, value_network=critic) as collector:
+        batch = collector.rollout()
+    assert (batch["observation"] < -1).any()
+    expected = GAE(gamma=0.9, lmbda=0.8, value_network=critic)(batch.clone())["advantage"]
+    found = GAE(gamma=0.9, lmbda=0.8, value_network=None)(batch)["advantage"]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("encoder", ["small", "impala"])

@@ -91,8 +91,8 @@ def actor_critic(
     Shape:
         - observations ``[*B, *shape]`` of any dtype; bytes are divided by the upper bound of
           their space (0 by 1), and choices become one-hot. An array of three or four dimensions (of
-          two, if bytes) is an image: height and width are neighbours of similar size, others are
-          channels, which come last if sizes do not tell.
+          two, if bytes) is an image: height and width are neighbours, a square or else the
+          largest; others are channels, which come last if sizes do not tell.
         - action ``[*B, *action]``, its log-probability ``[*B]``, ``"state_value"`` ``[*B, 1]``.
 
     Returns:

@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
+from tensordict.nn import (
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+    skip_existing,
+)
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl import modules as rl
@@ -95,6 +100,12 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     # Dynamo does not guard on missing keys of a module's dictionary, but on the list of its keys,
     # which torch 2.11 cannot trace: there a graph does not see a forward that is set after capture.
     return "forward" in (list(entries) if _TRACES_LISTS else entries) or any_global_hook()
+
+
+def works_in_place(layer: nn.Module) -> bool:
+    """Return whether a layer writes to its input; ``inplace`` of a TensorDictModule is of keys."""
+    is_layer = not isinstance(layer, TensorDictModuleBase)
+    return is_layer and hasattr(layer, "inplace") and layer.inplace is True
 
 
 def call(modules: Iterable[nn.Module], tensordict: TensorDictBase) -> TensorDictBase:

@@ -27,6 +27,7 @@ from ppokit._batch import (
     check_writable,
     get_if_any,
     get_tensor,
+    in_keys_of,
     in_parts,
     is_init,
     is_recurrent,
@@ -444,8 +445,8 @@ class GAE(WholeState, TorchRLGAE):
         Unless ``strict``, those that no step changes (a task id, say) may be missing, but not all.
         In a graph changes are not seen.
         """
-        network: Any = self.value_network
-        inputs = {*map(as_key, network.in_keys)} - {*stored_keys(network)}
+        network = self.value_network
+        inputs = {*map(as_key, in_keys_of(network))} - {*stored_keys(network)}
         inputs = {key: x for key in inputs if (x := get_if_any(tensordict, key)) is not None}
         missing = [key for key in inputs if get_if_any(tensordict.get("next"), key) is None]
         if len(missing) < len(inputs) and not strict:

@@ -21,7 +21,7 @@ from ppokit._batch import (
     is_recurrent,
     out_keys_of,
 )
-from ppokit._calls import call, explain, obstacle, parts, shapes_of
+from ppokit._calls import call, explain, obstacle, parts, shapes_of, works_in_place
 from ppokit.collectors.batch import Record
 from ppokit.policies.tensor_policy import modules_of_policy
 
@@ -71,9 +71,7 @@ class StoredValues:
         shared = [*takewhile(is_shared, parts(self.network))]
         shared_layers = {layer for part in shared for layer in part.modules()}
         others = [x for part in of_policy for x in part.modules() if x not in shared_layers]
-        # one that works in place changes the features; of a TensorDictModule, the entries
-        others = [x for x in others if not isinstance(x, TensorDictModuleBase)]
-        return [] if any(vars(x).get("inplace") is True for x in others) else shared
+        return [] if any(map(works_in_place, others)) else shared  # they may change the features
 
     def begin(self, policy: Policy) -> list[NestedKey]:
         """Begin a batch; return the policy's entries that the network need not compute."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrl.data import Categorical, MultiCategorical, Stacked, TensorSpec
 
 from ppokit._batch import as_key
+from ppokit._calls import works_in_place
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 _CHOICES = Categorical, MultiCategorical  # a Binary is a subclass
@@ -173,7 +174,7 @@ class Own(nn.Module):
         super().__init__()
         self.dims, self.numbers, self.module = dims, numbers, module
         #: whether a layer may change the observation, which is the user's
-        self.copies = any(vars(layer).get("inplace") is True for layer in module.modules())
+        self.copies = any(map(works_in_place, module.modules()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[*B, F]`` for ``[*B, *shape]``."""

@@ -178,9 +178,21 @@ def score_table(groups: Groups) -> str:
         if len(found[SB3]):
             reaches = iqm(found[COMPILED]) >= interval(found[SB3])[0]
             verdict = "yes" if reaches else "**no**"
-        texts = [iqm_text(x, "{:.1f}".format) if len(x) else "" for x in found.values()]
+        shown = "{:.1f}".format
+        texts = [f"{iqm_text(x, shown)}; {len(x)}" if len(x) else "" for x in found.values()]
         lines.append([game, *texts, verdict])
     return markdown(["game", "ppokit", SB3, "not below"], lines)
+
+
+def speed_section(speeds: Groups) -> str:
+    if not speeds:
+        return ""
+    arms = [arm for arm in ARMS if all(arm in runs for runs in speeds.values())]
+    return f"""Frames a second of the same assemblies, collecting and training, on one thread with
+nothing else running, the arms in turn: median (lowest to highest) of the rounds; the ratio of the
+medians:
+
+{speed_table(speeds, arms)}"""
 
 
 def main() -> None:
@@ -197,7 +209,7 @@ def main() -> None:
         record.run(jobs, CORES, frames)
         turns = rounds(games, [COMPILED, EAGER, *others], 1 if bench.quick else 3)
         record.run(turns, 1, 10**9, 0.5 if bench.quick else 10.0)
-    groups = record.by_task(games)
+    groups, speeds = record.by_task(games), record.by_task(games, speed=True)
     title = "Interquartile mean of the seeds, and its 95% interval"
     label = ["return of the last 100 episodes"]
     draw_bands(bench.file("png"), curves(groups, "training"), iqm_and_interval, title, label)
@@ -211,16 +223,13 @@ Adam.
 
 ![Returns over frames](minatar.png)
 
-Final returns: the last 100 training episodes; the interquartile mean over {seeds} seeds and its 95%
-bootstrap interval. "not below": ppokit's mean is at or above the lower end of Stable-Baselines3's
-interval.
+Final returns: the last 100 training episodes; the interquartile mean over the seeds, its 95%
+bootstrap interval (for fewer than four seeds the range), and the number of seeds. "not below":
+ppokit's mean is at or above the lower end of Stable-Baselines3's interval.
 
 {score_table(groups)}
 
-Frames a second of the same assemblies, collecting and training, on one thread with nothing else
-running, the arms in turn: median (lowest to highest) of the rounds; the ratio of the medians:
-
-{speed_table(record.by_task(games, speed=True), [COMPILED, EAGER, *others])}
+{speed_section(speeds)}
 """)
 
 

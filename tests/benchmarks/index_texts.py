@@ -71,7 +71,7 @@ def mujoco() -> list[str]:
 
 
 def minatar() -> list[str]:
-    games = groups("minatar", "task")
+    games = groups("minatar", "task", what="final")
     own, peer = (
         [f"{texts.final('minatar', game, arm):.1f}" for game in games]
         for arm in ("ppokit, compiled", "Stable-Baselines3")

@@ -227,7 +227,7 @@ def measure(count: int, threads: int, warm_up: int, seconds: float, fewest: int)
     torch.set_num_threads(threads)
     calls = {}
     for name, make in MAKE.items():
-        with suppress(ImportError):
+        with suppress(ImportError, gym.error.DependencyNotInstalled):  # the last one: OpenCV
             calls[name] = Call(iterate := make(count))
             for _ in range(warm_up):
                 iterate()

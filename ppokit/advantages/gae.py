@@ -352,7 +352,8 @@ class GAE(WholeState, TorchRLGAE):
                 value, following = self._one_pass(tensordict, params, target_params, dim, mask)
                 terminated = self._ends_of_frames(tensordict)[1]
                 return value, following.masked_fill(expand_as_right(terminated, value), 0), None
-            if not (skip_existing_outputs() and get_if_any(tensordict, ("next", as_key(key)))):
+            has_next_value = get_if_any(tensordict, unravel_key(("next", key))) is not None
+            if not (skip_existing_outputs() and has_next_value):
                 self._check_following(tensordict, dim, mask, strict=not self.shifted)
             params = None if params is None else params.detach()
             if params is not None and target_params is None and not self.shifted:
@@ -449,7 +450,7 @@ class GAE(WholeState, TorchRLGAE):
         inputs = {*map(as_key, in_keys_of(network))} - {*stored_keys(network)}
         inputs = {key: x for key in inputs if (x := get_if_any(tensordict, key)) is not None}
         missing = [key for key in inputs if get_if_any(tensordict.get("next"), key) is None]
-        if len(missing) < len(inputs) and not strict:
+        if missing and len(missing) < len(inputs) and not strict:
             ends = self._ends_of_frames(tensordict)[0]
             goes_on = ~ends if mask is None else mask & ~ends & ~last_valid_steps(mask, dim)
             is_known = not (ends.is_meta or torch.compiler.is_compiling())
@@ -555,7 +556,7 @@ def _bootstrap_inputs(
     following, inputs = tensordict.get("next"), TensorDict({}, batch_size)
     for key in network.in_keys:
         after = following.get(key, None)
-        # what is not there does not change
+        # an entry that is missing after the steps is constant
         found = tensordict.get(key, None) if after is None else after
         if found is not None:
             inputs.set(key, found if steps is None else found[steps])

@@ -173,7 +173,7 @@ class Own(nn.Module):
     def __init__(self, dims: int, numbers: nn.Module, module: nn.Module) -> None:
         super().__init__()
         self.dims, self.numbers, self.module = dims, numbers, module
-        #: whether a layer may change the observation, which is the user's
+        #: the observation, because a layer would write to it
         self.copies = any(map(works_in_place, module.modules()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -277,8 +277,9 @@ CONVOLUTIONS = {
 def _sides(spec: TensorSpec) -> tuple[int, int]:
     """Return the smaller side of an image, 0 of others, and the dimension of its height.
 
-    Height and width are neighbours, neither four times the other if others are not: a square at
-    least half as large as others, or else the largest. If sizes do not tell, channels come last.
+    Height and width are two neighbours: the first square whose side is at least half of the largest
+    pair's smaller side, or else the largest pair. A pair whose ratio is above 4 counts only if all
+    are so. If the sizes do not tell, channels come last.
     """
     is_image = spec.ndim in (3, 4) or (spec.ndim == 2 and spec.dtype is torch.uint8)
     if not is_image or type(spec) in _CHOICES or 0 in spec.shape:

@@ -381,17 +381,17 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         try:
             self.value_estimator(minibatch, params=parameters, target_params=targets)
         except RuntimeError as error:
-            following = minibatch.get("next")
-            missing = [x for x in self.critic_network.in_keys if following.get(x, None) is None]
-            if missing and not stored_keys(self.critic_network):
-                raise KeyError(
-                    f"{names.advantage!r} is not in the batch, and to estimate it the critic reads "
-                    f"{missing}, which are not under 'next'. {advice}"
-                ) from error
             if stored_keys(self.critic_network):
                 raise ValueError(
                     f"{names.advantage!r} is not in the batch, and torchrl's value estimator "
                     f"cannot run this recurrent critic. {advice}"
+                ) from error
+            following = minibatch.get("next")
+            missing = [x for x in self.critic_network.in_keys if following.get(x, None) is None]
+            if missing:
+                raise KeyError(
+                    f"{names.advantage!r} is not in the batch, and to estimate it the critic reads "
+                    f"{missing}, which are not under 'next'. {advice}"
                 ) from error
             raise
 

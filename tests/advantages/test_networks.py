@@ -170,8 +170,11 @@ def test_what_no_step_changes_may_be_missing_under_next():
     expected = ours(whole, critic)
     batch.update({"task": task, "nested": nested})
     assert_same(ours(batch, critic), expected)
-    assert_same(ours(batch.exclude("nested"), critic_of_task(weights), shifted=True),
-                ours(whole, critic_of_task(weights), shifted=True))  # fmt: skip
+    of_task = TensorDictModule(
+        lambda x, a: x @ weights + a, ["observation", "task"], ["state_value"]
+    )
+    single_pass = ours(batch.exclude("nested"), of_task, shifted=True)
+    assert_same(single_pass, ours(whole, of_task, shifted=True))
     for key in ("task", ("nested", "x")):
         changed = batch.clone()
         changed[key] = torch.rand(3, 4, 1)
@@ -179,11 +182,20 @@ def test_what_no_step_changes_may_be_missing_under_next():
             ours(changed, critic)
 
 
-def critic_of_task(weights: torch.Tensor) -> TensorDictModule:
-    return TensorDictModule(lambda x, a: x @ weights + a, ["observation", "task"], ["state_value"])
+@pytest.mark.parametrize("shifted", [None, False])
+def test_values_that_exist_are_read(shifted: bool | None):
+    """With skip_existing, although the critic has other values."""
+    batch, critic = make_batch(3, 5), make_critic()
+    expected = ours(batch, critic)
+    for key in ("state_value", ("next", "state_value")):
+        batch[key] = expected[key] * 2 + 1
+    batch["next", "state_value"][batch["next", "terminated"]] = 0
+    by_hand = ours(batch, None)
+    found = ours(batch, critic, shifted=shifted, skip_existing=True)
+    torch.testing.assert_close(found["advantage"], by_hand["advantage"])
 
 
-def test_values_that_exist_and_no_next_observation():
+def test_values_that_do_not_exist_need_the_next_observation():
     batch, critic = make_batch(3, 5, p=0.0), make_critic()
     with pytest.raises(KeyError, match="which are not under 'next'"):
         ours(batch.exclude(("next", "observation")), critic, shifted=True, skip_existing=True)
@@ -197,7 +209,7 @@ def test_one_large_frame():
 
 
 def test_value_chunk_size_counts_frames():
-    """Whatever the batch dimensions are; rows with a recurrent critic, as in torchrl."""
+    """For any batch dimensions; rows with a recurrent critic, as in torchrl."""
     batch, sizes = make_batch(5, 6), list[int]()
 
     def first(x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ there are cores, then the rounds that measure frames a second, one at a time.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,18 +18,12 @@ from torch import Tensor, nn
 
 import ppokit
 from ppokit.networks import actor_critic
+from tests.benchmarks import learning_arms
 from tests.benchmarks.curves import interval, iqm, iqm_and_interval, iqm_text
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.learning import speed_table
-from tests.benchmarks.learning_arms import Batches, frames_per_second
-from tests.benchmarks.mujoco_record import (
-    Groups,
-    Job,
-    Record,
-    curves,
-    final,
-    rounds,
-)
+from tests.benchmarks.learning_arms import frames_per_second
+from tests.benchmarks.mujoco_record import Groups, Job, Record, curves, final, rounds
 from tests.benchmarks.report import Benchmark, commit
 from tests.benchmarks.runs import CORES
 from tests.benchmarks.tables import markdown
@@ -51,7 +43,7 @@ def make_env(game: str) -> gym.Env[Any, Any]:
     return gym.make(name)
 
 
-class Ppokit:
+class Ppokit(learning_arms.Ppokit):
     """The assembly of ppokit's blocks."""
 
     def __init__(self, game: str, seed: int, frames: int, *, compiled: bool) -> None:
@@ -90,14 +82,6 @@ class Ppokit:
         )
         self.collector.set_seed(seed)
 
-    def batches(self) -> Batches:
-        """Train, a batch at a time."""
-        returns: deque[float] = deque(maxlen=100)
-        for number, batch in enumerate(self.collector, 1):
-            returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
-            self.update(batch)
-            yield number * batch.numel(), list(returns)
-
 
 class Encoder(nn.Module):
     """ppokit's encoder, as Stable-Baselines3 takes one."""
@@ -113,7 +97,7 @@ class Encoder(nn.Module):
         return self.encoder(observation)
 
 
-class StableBaselines3:
+class StableBaselines3(learning_arms.StableBaselines3):
     """Its ``PPO`` over environments in one process, with fused Adam."""
 
     def __init__(self, game: str, seed: int, frames: int) -> None:
@@ -134,16 +118,6 @@ class StableBaselines3:
             seed=seed,
             device="cpu",
         )
-
-    def batches(self) -> Iterator[tuple[int, list[float]]]:
-        """Train, a batch at a time, as its ``learn`` does."""
-        model = self.model
-        total, callback = model._setup_learn(self.frames)
-        while model.num_timesteps < total:
-            model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
-            model._update_current_progress_remaining(model.num_timesteps, total)
-            model.train()
-            yield model.num_timesteps, [float(x["r"]) for x in model.ep_info_buffer]
 
 
 ARMS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -307,7 +307,6 @@ def _first_line(error: Exception) -> str:
 def layout_of(tensordict: TensorDictBase) -> Hashable:
     """Return keys, shapes, strides and dtypes of a TensorDict: constants of a form."""
     found: list[Hashable] = [tensordict.batch_size]
-    for key, x in tensordict.items(True, True):
-        if isinstance(x, Tensor):
-            found += key, x.shape, x.stride(), x.dtype
+    for key, x in tensordict.items(True, True, is_leaf=is_leaf_nontensor):
+        found += (key, x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (key,)
     return tuple(found)

@@ -251,6 +251,12 @@ def check_groups(
     """
     names, defaults = _OPTIONS.keys() if is_of_torch(optimizer) else {"lr"}, optimizer.defaults
     for group in groups:
+        held: Any = group.get("params", ())
+        if len({*map(id, held)}) < len(held):  # which torch would step twice
+            raise ValueError(
+                "A parameter is twice in a group of the optimizer, as that of a network that actor "
+                "and critic share: build it with loss.parameters(), which has each once."
+            )
         for name in group.keys() & names:
             value = group[name]
             for x in value if isinstance(value, tuple | list) else (value,):

@@ -53,8 +53,9 @@ class ObservationNormalizer(WholeState, TensorDictModule):
     first batch mean and variance are 0 and 1. There are two ways to use it:
 
     - As ``observation_transform`` of a :class:`GymCollector`. The collector calls :meth:`update`
-      after each batch, so all frames of a batch are normalized alike. In a worker of torchrl's
-      collectors it must be frozen: workers do not share statistics.
+      after every ``frames_per_batch`` frames, so all frames of a batch are normalized alike, but
+      for ``trajs_per_batch``. In a worker of torchrl's collectors it must be frozen: workers do
+      not share statistics.
     - As the first module of actor and critic, with ``out_key``, while the batch holds the raw
       observation. Call :meth:`update` on each batch after training on it. The statistics are then
       buffers of the policy and reach workers with its weights, on other machines, too.

@@ -71,7 +71,7 @@ class CollectorPolicy:
         ``kept`` are entries of the policy's modules that are returned although they are private.
         """
         is_same = policy is self._policy and transform is self._transform
-        if not is_same or self._function is not None:  # else the states go on
+        if not is_same:  # else the states go on
             shapes = recurrent_states(policy).items()
             self._states = {key: self._zeros(*x, dtype=dtype) for key, (x, dtype) in shapes}
             self._tracks_init = bool(shapes) or IS_INIT in in_keys_of(policy)
@@ -95,7 +95,8 @@ class CollectorPolicy:
         """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
         if exploration_type is not ExplorationType.RANDOM:
             return f"exploration_type is {exploration_type}"
-        found = find_tensor_policy(policy, transform, self._observed, self._kept)
+        observed = [*self._observed, *recurrent_states(policy), IS_INIT]
+        found = find_tensor_policy(policy, transform, observed, self._kept)
         try:
             if not isinstance(found, str):
                 self._actions.keys([found.action])
@@ -119,16 +120,20 @@ class CollectorPolicy:
 
     def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[object]:
         """Return the action of each environment."""
+        self._begin_episodes(starts)
+        memory = self._memory
         try:
-            found = None if self._function is None else self._function(observed)
+            found = None if self._function is None else self._function(observed | memory)
         except RuntimeError:
             if self._function is self._compiled:  # an error of the policy itself is explained
-                self._call_on_tensordict(observed, starts)
+                self._call_on_tensordict(observed | memory)
             raise
         if found is None:
             self._function = None  # also if no graph could be captured
-            found = self._call_on_tensordict(observed, starts)
+            found = self._call_on_tensordict(observed | memory)
         transformed, written = found[:2]
+        if memory:
+            self._carry(memory, written)
         if not self._action:
             self._action = self._actions.keys(written)
             self._actions.check({key: written[key] for key in self._action}, *self._batch_size)
@@ -138,24 +143,27 @@ class CollectorPolicy:
         self._written.append(written)
         return self._actions.decode([written[key] for key in self._action])
 
-    def _call_on_tensordict(
-        self, observed: Entries, starts: Sequence[int]
-    ) -> tuple[Entries, Entries]:
-        """Return what transform and policy write, with the states before the step."""
-        self._begin_episodes(starts)
-        given, before = cast("Any", observed), self._states
-        others: Entries = self._flags | before
-        if self._tracks_init:
-            others[IS_INIT] = self._is_init
-        step = TensorDict(given, self._batch_size, device=self._device)
-        transformed, written = call_on_tensordict(self._policy, self._transform, step, others)
-        self._states = {key: written.get(("next", *key_parts(key)), before[key]) for key in before}
-        for key, value in before.items():
+    @property
+    def _memory(self) -> Entries:
+        """The entries of a recurrent policy before a step: its states, and episode starts."""
+        return {**self._states, IS_INIT: self._is_init} if self._tracks_init else {}
+
+    def _call_on_tensordict(self, given: Entries) -> tuple[Entries, Entries]:
+        """Return what transform and policy write."""
+        memory = {key: given[key] for key in self._memory}
+        observed = {key: x for key, x in given.items() if key not in memory}
+        step = TensorDict(cast("Any", observed), self._batch_size, device=self._device)
+        others = self._flags | memory
+        return call_on_tensordict(self._policy, self._transform, step, others)
+
+    def _carry(self, memory: Entries, written: Entries) -> None:
+        """Keep the states after a step, and write those before it."""
+        for key in self._states:
+            self._states[key] = written.get(("next", *key_parts(key)), memory[key])
+        for key, value in memory.items():
             written.setdefault(key, value)
-        if self._tracks_init:
-            written |= {IS_INIT: self._is_init, ("next", IS_INIT): self._flags["done"]}
+        written["next", IS_INIT] = self._flags["done"]
         self._is_init = self._flags["done"]
-        return transformed, written
 
     def _begin_episodes(self, starts: Sequence[int]) -> None:
         """Set the states to zero where episodes have begun since the last call."""
@@ -174,7 +182,9 @@ class CollectorPolicy:
         self._begin_episodes(starts)
         transformed, written = self._transformed.take(), self._written.take()
         if self._function is not None and self._tensor_policy is not None:
-            return transformed, self._tensor_policy.with_log_prob(written, checks=True)
+            of_memory = [*self._memory, ("next", IS_INIT)] if self._tracks_init else []
+            scored = self._tensor_policy.with_log_prob(written, checks=True)
+            return transformed, scored | {key: written[key] for key in of_memory}
         check_written(self._policy, written)
         written = _with_stored_log_prob(self._policy, written)
         named = {*self._action, *(key for x in heads_of(self._policy) for key in x.log_prob_keys)}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
-from tensordict.nn import CompositeDistribution, TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    CompositeDistribution,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Categorical, Composite, MultiCategorical
@@ -20,7 +24,16 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit._batch import as_key, key_parts
 from ppokit._checks import check_device
-from ppokit.networks.encoders import Encoder, encoders_of, make_encoder, orthogonal
+from ppokit.networks.encoders import (
+    MEMORIES,
+    Body,
+    Detached,
+    Encoder,
+    Inputs,
+    RecurrentNetworks,
+    encoders_of,
+    orthogonal,
+)
 from ppokit.networks.heads import Head, make_head
 from ppokit.spaces import MASK, OnlySpaces, check_starts, wrap
 
@@ -32,7 +45,7 @@ _LAYERS: dict[str | Callable[[], nn.Module], Callable[..., nn.Module]] = {
     "silu": nn.SiLU,
 }
 _BOOKKEEPING = ("step_count", "episode_reward", "is_init")  # of torchrl's transforms
-_FEATURES, _MASK = "_features", "_mask"  # no entries of a batch
+_MASK = "_mask"  # no entry of a batch
 
 
 def actor_critic(
@@ -41,8 +54,11 @@ def actor_critic(
     activation: str | Callable[[], nn.Module] = "tanh",
     *,
     encoder: Encoder | Mapping[NestedKey, Encoder] | None = None,
+    memory: str | None = None,
+    memory_size: int = 64,
     critic_hidden: Sequence[int] | None = None,
     shared: bool = False,
+    detach_critic: bool | None = None,
     squash: bool = False,
     log_scale: float = -0.5,
     in_keys: Sequence[NestedKey] | None = None,
@@ -76,8 +92,13 @@ def actor_critic(
             module is called with floats ``[N, *shape]`` (choices: one-hot vectors ``[N, F]``), and
             actor and critic have a copy each. By default images of at least 36 x 36 pass
             ``"nature"``, and everything else is flattened.
+        memory: ``"lstm"`` (:class:`~ppokit.LSTMModule`) or ``"gru"`` between encoder and hidden
+            layers; None for none.
+        memory_size: units of the memory.
         critic_hidden: hidden layers of the critic; None for ``hidden``.
-        shared: policy and critic share encoder and hidden layers.
+        shared: policy and critic share encoder and hidden layers; with a memory encoder and memory.
+        detach_critic: the losses of a shared critic do not train what is shared. None: with a
+            memory alone.
         squash: actions of a Box lie between its bounds (``TanhNormal``). Otherwise they have no
             bounds: wrap the environment in ``gymnasium.wrappers.ClipAction``.
         log_scale: initial logarithm of the scale of a normal distribution.
@@ -97,7 +118,9 @@ def actor_critic(
 
     Returns:
         ``(actor, critic)``; with ``shared=True`` ``(actor, value_head, critic)``: the head, which
-        reads the features of the actor, is for the loss, and the full critic for GAE.
+        reads the features of the actor, is for the loss, and the full critic for GAE. With a memory
+        a named tuple: ``policy`` collects, ``actor`` and ``value`` are for the loss, ``critic`` for
+        GAE.
 
     Raises:
         TypeError: ``env_or_spaces`` or an encoder is of another kind, or a space has no network.
@@ -121,18 +144,10 @@ def actor_critic(
         >>> sum(x.numel() for x in value_head.parameters())  # 512 features and a bias
         513
     """
-    make_layer = _LAYERS.get(activation, activation)
-    if not callable(make_layer) or isinstance(make_layer, nn.Module):
-        raise ValueError(
-            f"activation must be one of {[*_LAYERS]} or a function that makes a module, such "
-            f"as nn.Mish; got {activation!r}."
-        )
+    make_layer = cast("Callable[..., nn.Module]", _LAYERS.get(activation, activation))
+    sizes = {"hidden": hidden, "critic_hidden": critic_hidden, "memory_size": [memory_size]}
+    _check_options(sizes, memory, log_scale, make_layer, shared, detach_critic)
     critic_hidden = hidden if critic_hidden is None else critic_hidden
-    _check_sizes({"hidden": hidden, "critic_hidden": critic_hidden})
-    if not math.isfinite(log_scale):
-        raise ValueError(f"log_scale must be a finite number, got {log_scale}.")
-    if shared and critic_hidden is not hidden:
-        raise ValueError("A shared encoder has one size: leave critic_hidden out, or shared.")
     in_keys = [in_keys] if isinstance(in_keys, str) else in_keys
     observations, actions = _specs(env_or_spaces, in_keys)
     device = getattr(env_or_spaces, "device", None) if device is None else device
@@ -153,28 +168,55 @@ def actor_critic(
             f"others, in_keys={arrays}, or encode these in an environment wrapper."
         )
     specs = {key: observations[key] for key in keys}
-    encoders = specs, encoders_of(encoder, specs)
-    encode, features = make_encoder(*encoders, hidden, make_layer)
-    options = features, squash, log_scale, mask_spec, device
+    inputs = Inputs(specs, encoders_of(encoder, specs), make_layer, memory, memory_size)
+    body = inputs.body("", hidden, is_shared=shared)
+    options = body.features, squash, log_scale, mask_spec, device
     heads = {as_key(k): make_head(x, *options) for k, x in actions.items(True, True)}
-    mask = None if mask_spec is None else mask
-    actor = _actor(encode, keys, heads, mask, shared).to(device)
+    actor = _actor(body, keys, heads, None if mask_spec is None else mask).to(device)
     if shared:
-        value = orthogonal(nn.Linear(features, 1), 1.0)
-        value_head: Any = ValueOperator(value, in_keys=[_FEATURES]).to(device)
-        features_of: Any = TensorDictModule(encode, keys, [_FEATURES])
-        return actor, value_head, TensorDictSequential(features_of, value_head)
-    own, features = make_encoder(*encoders, critic_hidden, make_layer)
-    own.append(orthogonal(nn.Linear(features, 1), 1.0))
-    return actor, ValueOperator(own, in_keys=keys).to(device)
+        own = inputs.behind(body, () if memory is None else critic_hidden)
+        if memory is not None if detach_critic is None else detach_critic:
+            own.network.insert(0, Detached())
+    else:
+        own = inputs.body("critic_", critic_hidden)
+    own.network.append(orthogonal(nn.Linear(own.features, 1), 1.0))
+    value = ValueOperator(own.network, in_keys=own.reads).to(device)
+    if not own.modules:
+        return actor, value
+    critic = TensorDictSequential([*own.modules, value]).to(device)
+    if memory is None:
+        return actor, value, critic
+    return RecurrentNetworks.of(actor, value, critic, is_shared=shared)
 
 
-def _check_sizes(hidden: Mapping[str, object]) -> None:
+def _check_options(
+    hidden: Mapping[str, object],
+    memory: str | None,
+    log_scale: float,
+    activation: object,
+    shared: bool,
+    detach_critic: bool | None,
+) -> None:
     for name, sizes in hidden.items():
         if isinstance(sizes, spaces.Space):
             raise TypeError("Give both spaces as a pair: actor_critic((observations, actions)).")
+        if sizes is None and name == "critic_hidden":
+            continue
         if not (isinstance(sizes, Sequence) and all(isinstance(x, int) and x > 0 for x in sizes)):
             raise ValueError(f"{name} must be numbers of units such as (64, 64), got {sizes!r}.")
+    if not callable(activation) or isinstance(activation, nn.Module):
+        raise ValueError(
+            f"activation must be one of {[*_LAYERS]} or a function that makes a module, such "
+            f"as nn.Mish; got {activation!r}."
+        )
+    if not math.isfinite(log_scale):
+        raise ValueError(f"log_scale must be a finite number, got {log_scale}.")
+    if memory not in (None, *MEMORIES):
+        raise ValueError(f"memory must be one of {[*MEMORIES]} or None, got {memory!r}.")
+    if shared and memory is None and hidden["critic_hidden"] is not None:
+        raise ValueError("A shared encoder has one size: leave critic_hidden out, or shared.")
+    if detach_critic is not None and not shared:
+        raise ValueError("detach_critic is for shared=True: a separate critic has its own layers.")
 
 
 class _Heads(nn.ModuleList):
@@ -186,13 +228,9 @@ class _Heads(nn.ModuleList):
 
 
 def _actor(
-    encoder: nn.Sequential,
-    keys: list[NestedKey],
-    heads: dict[NestedKey, Head],
-    mask: NestedKey | None,
-    shared: bool,
+    body: Body, keys: list[NestedKey], heads: dict[NestedKey, Head], mask: NestedKey | None
 ) -> Any:
-    """Return the actor of an encoder and heads, by the key of the action of each."""
+    """Return the actor of a body, and of heads by the key of the action of each."""
     (key, head), *others = heads.items()
     layer = head.layer
     names: list[NestedKey] = [*head.parameters]
@@ -217,12 +255,8 @@ def _actor(
             f"Rename {taken} of the observations or actions with a gymnasium wrapper: the networks "
             f"write {entries[: -len(keys)]} into a batch."
         )
-    if shared:
-        modules: list[Any] = [TensorDictModule(encoder, keys, [_FEATURES])]
-        modules.append(TensorDictModule(layer, [_FEATURES], names))
-    else:
-        encoder.append(layer)
-        modules = [TensorDictModule(encoder, keys, names)]
+    network = body.network.append(layer)
+    modules: list[Any] = [*body.modules, TensorDictModule(network, body.reads, names)]
     if mask is not None:
         modules.append(TensorDictModule(Tensor.bool, [mask], [_MASK]))
     return ProbabilisticActor(

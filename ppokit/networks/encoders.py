@@ -1,4 +1,4 @@
-"""Encoders: from the observations of an environment to one vector of features."""
+"""From the observations of an environment to features: encoders, a memory, hidden layers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from functools import reduce
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Categorical, MultiCategorical, Stacked, TensorSpec
+from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit._batch import as_key
 from ppokit._calls import works_in_place
+from ppokit.recurrent import GRUModule, LSTMModule
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 _CHOICES = Categorical, MultiCategorical  # a Binary is a subclass
 Encoder: TypeAlias = str | nn.Module  #: of one observation
+MEMORIES = {
+    "lstm": (LSTMModule, ("recurrent_state_h", "recurrent_state_c")),
+    "gru": (GRUModule, ("recurrent_state",)),
+}
 
 
 def encoders_of(
@@ -89,11 +101,104 @@ def make_encoder(
             ) from error
         for part, mode in modes:
             part.training = mode
-    sizes = [sum(x.shape[-1] for x in encoded), *hidden]
+    size = sum(x.shape[-1] for x in encoded)
     layers: list[nn.Module] = [Joined(inputs)] if len(inputs) > 1 else inputs
-    for before, after in itertools.pairwise(sizes):
-        layers += [orthogonal(nn.Linear(before, after)), activation()]
-    return (nn.Sequential if len(specs) == 1 else Several)(*layers), sizes[-1]
+    layers += hidden_layers(size, hidden, activation)
+    return (nn.Sequential if len(specs) == 1 else Several)(*layers), [size, *hidden][-1]
+
+
+def hidden_layers(
+    features: int, hidden: Sequence[int], activation: Callable[..., nn.Module]
+) -> list[nn.Module]:
+    """Return linear layers behind so many features, with the activation after each."""
+    pairs = itertools.pairwise([features, *hidden])
+    return [
+        y for before, after in pairs for y in (orthogonal(nn.Linear(before, after)), activation())
+    ]
+
+
+class Body(NamedTuple):
+    """Modules that are called first, and a network behind them, which has no last layer yet."""
+
+    modules: list[TensorDictModuleBase]
+    reads: list[NestedKey]  #: of the network
+    network: nn.Sequential
+    features: int  #: of the network
+
+
+class Inputs(NamedTuple):
+    """Makes bodies for some observations."""
+
+    specs: Mapping[NestedKey, TensorSpec]
+    encoders: Mapping[NestedKey, Encoder]
+    activation: Callable[..., nn.Module]
+    memory: str | None
+    units: int  #: of the memory
+
+    def body(self, owner: str, hidden: Sequence[int], *, is_shared: bool = False) -> Body:
+        """Return a body, whose modules serve another body if it is shared or has a memory.
+
+        The names of the states of a memory begin with those of the owner.
+        """
+        first, rest = (hidden, ()) if self.memory is None else ((), hidden)
+        encode, size = make_encoder(self.specs, self.encoders, first, self.activation)
+        keys, features, after = [*self.specs], f"_{owner}features", f"_{owner}memory"
+        if self.memory is None and not is_shared:
+            return Body([], keys, encode, size)
+        modules: list[TensorDictModuleBase] = [TensorDictModule(encode, keys, [features])]
+        if self.memory is None:
+            return Body(modules, [features], nn.Sequential(), size)
+        kind, states = MEMORIES[self.memory]
+        of_states = [f"{owner}{state}" for state in states]
+        modules.append(
+            kind(
+                input_size=size,
+                hidden_size=self.units,
+                in_keys=[features, *of_states, "is_init"],
+                out_keys=[after, *(("next", state) for state in of_states)],
+            )
+        )
+        return self.behind(Body(modules, [after], nn.Sequential(), self.units), rest)
+
+    def behind(self, body: Body, hidden: Sequence[int]) -> Body:
+        """Return a body with other hidden layers behind the same modules."""
+        size = body.features if self.memory is None else self.units
+        layers = nn.Sequential(*hidden_layers(size, hidden, self.activation))
+        return body._replace(network=layers, features=[size, *hidden][-1])
+
+
+class RecurrentNetworks(NamedTuple):
+    """The networks of ``actor_critic`` with a memory."""
+
+    #: that collects; it runs the critic, too, if that has a memory of its own
+    policy: ProbabilisticTensorDictSequential
+    actor: ProbabilisticActor  #: for the loss
+    value: TensorDictModuleBase  #: for the loss: the critic, or its head on the actor's memory
+    critic: TensorDictSequential  #: for GAE
+
+    @classmethod
+    def of(
+        cls,
+        actor: ProbabilisticActor,
+        value: ValueOperator,
+        critic: TensorDictSequential,
+        *,
+        is_shared: bool,
+    ) -> RecurrentNetworks:
+        """Return the networks of an actor, a head and the critic with that head."""
+        if is_shared:
+            return cls(actor, actor, value, critic)
+        modules: Any = [*critic.module, *actor.module]
+        policy = ProbabilisticTensorDictSequential(*modules)
+        return cls(policy, actor, critic, critic)
+
+
+class Detached(nn.Module):
+    """Features without gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the features."""
+        return x.detach()
 
 
 class Several(nn.Sequential):

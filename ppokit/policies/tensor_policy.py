@@ -11,6 +11,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModuleBase,
+    TensorDictSequential,
 )
 from tensordict.utils import NestedKey
 from torch import nn
@@ -23,6 +24,7 @@ from torchrl.modules import (
 from ppokit._batch import Entries, Policy, as_key, in_keys_of, key_parts
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit.policies.distributions import Family, find_family
+from ppokit.recurrent import one_step
 
 _SEQUENCES = (
     ProbabilisticActor,
@@ -35,7 +37,7 @@ _HEADS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 class TensorPolicy(NamedTuple):
     """The networks, the distribution and the keys of a policy, and of a module before it."""
 
-    calls: Sequence[tuple[Any, Any]]  #: networks, and the TensorDictModules that call them
+    calls: Sequence[tuple[Any, Any]]  #: networks or steps, and the modules that call them
     action: NestedKey
     family: Family
     parameters: Sequence[NestedKey]  #: of the distribution, in the family's order
@@ -101,9 +103,12 @@ def find_tensor_policy(
     of_policy = [part for module in networks for part in parts(module)]
     reads: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
+    calls = []
     for module in (*before, *of_policy):
-        if reason := obstacle(module):
+        step = one_step(module)
+        if step is None and (reason := obstacle(module)):
             return reason
+        calls.append((step or module.module, module))
         for key in module.in_keys:
             if key in written:
                 continue
@@ -126,7 +131,7 @@ def find_tensor_policy(
         return f"it reads {sorted(map(str, missing))}"
     made = dict.fromkeys(key for module in of_policy for key in module.out_keys)
     return TensorPolicy(
-        [(module.module, module) for module in (*before, *of_policy)],
+        calls,
         as_key(head.dist_sample_keys[0]),
         family,
         parameters,
@@ -139,6 +144,10 @@ def find_tensor_policy(
 
 def modules_of_policy(policy: Policy) -> list[Any] | str:
     """Return the modules that a policy calls in turn to draw one action, or why it does more."""
+    if isinstance(policy, TensorDictSequential) and len(modules := parts(policy)) > 1:
+        *before, last = modules  # such as a critic with a memory of its own
+        found = modules_of_policy(last)
+        return found if isinstance(found, str) else [*before, *found]
     name, actor = type(policy).__name__, cast("ProbabilisticActor", policy)
     if type(policy) not in _SEQUENCES or not isinstance(actor.module, nn.ModuleList):
         return f"{name} is no ProbabilisticActor of a list of modules"

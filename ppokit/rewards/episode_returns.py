@@ -13,7 +13,14 @@ from ppokit._batch import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, 
 from ppokit._state import check_names
 from ppokit.functional import reversed_discounted_returns
 from ppokit.functional._checks import check_bool
-from ppokit.rewards.returns import CLOSED, OpenReturns, initial_returns, last_steps, open_after
+from ppokit.rewards.returns import (
+    CLOSED,
+    OpenReturns,
+    first_ids,
+    initial_returns,
+    last_steps,
+    open_after,
+)
 
 
 class EpisodeReturns:
@@ -89,7 +96,7 @@ class EpisodeReturns:
         if ids is None:
             goes_on = self._ids is None and len(known) == rows
             return known if goes_on else nothing, none
-        first = torch.where(valid[:, 0], ids[:, 0], CLOSED)
+        first = first_ids(ids, valid)
         ordered = first[first != CLOSED].sort().values
         if not (ordered[1:] == ordered[:-1]).any():
             return initial_returns((known_ids, known[: len(known_ids)]), first, 2, key=TRAJ_KEY)

@@ -256,13 +256,14 @@ class RewardNormalizer(WholeState, Transform):
             raise ValueError(
                 f"The replay buffer holds {keys.reward!r} without {keys.raw!r}: it was written "
                 "before the normalizer was appended, or the raw reward was dropped since. "
-                "Rewards are normalized when they are written: append it first, and keep both."
+                "Rewards are normalized when they are written: append the normalizer before the "
+                "first batch is written, and keep both entries."
             )
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # append_transform(invert=True) comes here with a shallow copy of the batch.
-        return self._normalize_batch(next_tensordict)
+        return self._normalize_written(next_tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # Transform.inv and Compose.inv come here with a shallow copy: on the way into a replay
@@ -273,6 +274,15 @@ class RewardNormalizer(WholeState, Transform):
             return self._sampled(tensordict)
         if isinstance(holder, EnvBase):
             return tensordict
+        return self._normalize_written(tensordict)
+
+    def _normalize_written(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.get("advantage", None) is not None:
+            raise ValueError(
+                "The advantage was computed before the rewards are normalized: on the way into a "
+                "replay buffer its transforms run in reverse order, so append GAE first and the "
+                "RewardNormalizer after it."
+            )
         return self._normalize_batch(tensordict)
 
     def _normalize_batch(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -140,9 +140,7 @@ def measure(
     if ids is not None and traj_key is not None:
         check_trajectories(batch, per_frame(done, ndim), dim, mask=given_mask, key=traj_key)
         ids = ids.cpu().movedim(dim, -1).long()
-        first = ids.select(-1, 0)
-        if valid is not None:
-            first = torch.where(valid.select(-1, 0), first, CLOSED)
+        first = ids.select(-1, 0) if valid is None else first_ids(ids, valid)
         initial, others = initial_returns(open_returns, first, features, key=traj_key)
     counted = countable(reward, mask, keys.reward, nonfinite)
     if counted is not None:
@@ -217,6 +215,12 @@ def merged(a: Moments, b: Moments) -> Moments:
     return count, mean_a + delta * share_b, m2_a + m2_b + delta**2 * count_a * share_b
 
 
+def first_ids(ids: Tensor, valid: Tensor) -> Tensor:
+    """Return the ids of the first valid step of each row ``[*B]``, CLOSED where there is none."""
+    first = valid.byte().argmax(-1, keepdim=True)
+    return torch.where(valid.any(-1), ids.gather(-1, first).squeeze(-1), CLOSED)
+
+
 def last_steps(valid: Tensor) -> Tensor:
     """Return the last valid step of each row ``[*B, 1]`` of a mask ``[*B, T]``."""
     steps = torch.arange(valid.shape[-1], device=valid.device)
@@ -229,11 +233,11 @@ def at_step(x: Tensor, step: Tensor | None) -> Tensor:
 
 
 def initial_returns(
-    open_returns: OpenReturns, first_ids: Tensor, features: int, *, key: NestedKey
+    open_returns: OpenReturns, first: Tensor, features: int, *, key: NestedKey
 ) -> tuple[Tensor, OpenReturns]:
     """Return R with which each row starts, 0 for a new trajectory, and the other open returns.
 
-    ``first_ids`` are the ids at each row's first step ``[*B]``, CLOSED for rows of padding alone.
+    ``first`` are the ids of each row's first valid step ``[*B]``, CLOSED for rows without one.
     """
     known, returns = open_returns
     if known.numel() and returns.shape[-1] != features:
@@ -242,7 +246,7 @@ def initial_returns(
             f"have {returns.shape[-1]}: these are other environments. Use a normalizer for each, "
             "or call reset_returns() in between."
         )
-    first = first_ids.flatten()
+    shape, first = first.shape, first.flatten()
     if first.shape == known.shape and known.numel():  # rows in the order of the batch before
         goes_on = first == known
         begun, ended = first[~goes_on].sort().values, known[~goes_on] == CLOSED
@@ -250,7 +254,7 @@ def initial_returns(
         repeats = (len(begun) and (begun[place] == known).any()) or (begun[1:] == begun[:-1]).any()
         if ended.all() and not repeats:
             initial = torch.where(goes_on.unsqueeze(-1), returns, 0)
-            return initial.view(*first_ids.shape, features), (known[:0], returns[:0])
+            return initial.view(*shape, features), (known[:0], returns[:0])
     distinct, numbers = torch.cat([first, known]).unique(return_inverse=True)
     of_first, of_known = numbers.split([len(first), len(known)])
     starting = of_first.bincount(minlength=len(distinct))  # how many rows start with each id
@@ -264,7 +268,7 @@ def initial_returns(
     positions = torch.arange(len(known), device=known.device)
     place = torch.full_like(distinct, len(known)).scatter_reduce(0, of_known, positions, "amin")
     returns = torch.cat([returns.view(-1, features), returns.new_zeros(1, features)])
-    initial = returns[place[of_first]].view(*first_ids.shape, features)
+    initial = returns[place[of_first]].view(*shape, features)
     others = (starting[of_known] == 0) & (known != CLOSED)
     return initial, (known[others], returns[:-1][others])
 

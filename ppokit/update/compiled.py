@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 
 from ppokit._batch import Options, State, StateDict, is_functional
@@ -134,7 +134,7 @@ class CompiledStep:
     def _with_guards(self, request: Request, layout: Hashable) -> Step | None:
         modules = modules_of({"loss": request.loss})
         parameters = parameters_of(modules)
-        if reason := _obstacle(request.loss, modules, parameters):
+        if reason := _obstacle(request, modules, parameters):
             return self._run_eagerly(reason)
         reasons = []
         for trained in [*self._trained]:
@@ -337,11 +337,15 @@ class CompiledStep:
 
 
 def _obstacle(
-    loss: nn.Module,
+    request: Request,
     modules: Mapping[str, nn.Module],
     parameters: Sequence[tuple[tuple[str, ...], Tensor]],
 ) -> str | None:
     """Return why a loss runs eagerly, or None."""
+    loss = request.loss
+    entries = request.minibatch.values(True, True, is_leaf=is_leaf_nontensor)
+    if not all(isinstance(x, Tensor) for x in entries):
+        return "an entry of the minibatch is no tensor, and a graph would keep its value"
     if is_functional(loss):
         return "functional=True keeps parameters apart from networks; pass functional=False"
     if have_hooks(modules, ignored=loss):

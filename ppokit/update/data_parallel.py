@@ -20,7 +20,7 @@ class Outline(NamedTuple):
 
     frames: int  #: that are valid
     elements: int  #: frames, or sequences of them
-    size: int  #: elements of a minibatch
+    minibatches: int
 
 
 class DataParallel:
@@ -40,17 +40,16 @@ class DataParallel:
     def agree(
         self, parameters: Sequence[Tensor], outline: Callable[[], Outline]
     ) -> tuple[Outline, int, int]:
-        """Return this rank's outline, the frames of all, and the fewest minibatches to make.
+        """Return this rank's outline, the frames of all, and how many minibatches each makes.
 
         If one rank raises, all do, and none waits for another.
         """
         if self.count == 1:
             own = outline()
-            return own, own.frames, 1
+            return own, own.frames, own.minibatches
         own = raise_together(outline, self.group)
         is_new = self._compared != len(parameters)
-        values = [*own[:2], -(-own.elements // own.size), is_new]
-        values += [len(parameters), *_fingerprint(parameters)]
+        values = [*own, is_new, len(parameters), *_fingerprint(parameters)]
         table = gather_over_ranks(values, self.group)
         (frames, elements, minibatches, new), same = table[:, :4].T, table[:, 4:]
         if new.any() and not torch.allclose(same, same[:1], rtol=1e-12, equal_nan=True):
@@ -110,15 +109,13 @@ def _fingerprint(parameters: Sequence[Tensor]) -> list[float]:
     return sums.tolist()
 
 
-def sizes_of_minibatches(elements: int, size: int, at_least: int) -> list[int]:
-    """Return the sizes of minibatches: all of one size, and the last may be smaller.
+def sizes_of_minibatches(elements: int, count: int, size: int) -> list[int]:
+    """Return the sizes of so many minibatches: all of this size, but for a smaller last one.
 
-    If other ranks have more minibatches, there are as many here, of nearly the same size: 10
-    elements in minibatches of 4 give [4, 4, 2], or [3, 3, 2, 2] with at least 4 minibatches.
+    Where that is another number of minibatches, as if other ranks have more, the sizes are nearly
+    the same: 10 elements and a size of 4 give [4, 4, 2] for 3 minibatches, and [3, 3, 2, 2] for 4.
     """
-    full, rest = divmod(elements, size)
-    sizes = [size] * full + [rest] * (rest > 0)
-    if len(sizes) >= at_least:
-        return sizes
-    least, more = divmod(elements, at_least)
-    return [least + 1] * more + [least] * (at_least - more)
+    if count == -(-elements // size):
+        return [size] * (count - 1) + [elements - size * (count - 1)]
+    least, more = divmod(elements, count)
+    return [least + 1] * more + [least] * (count - more)

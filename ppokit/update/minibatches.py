@@ -57,9 +57,9 @@ class FrameMinibatches(ShuffledMinibatches):
 
     batcher = None  #: of sequences
 
-    def outline(self, batch: TensorDictBase) -> tuple[int, int]:
-        """Return how many frames are valid, and 1: the steps of each."""
-        return count_frames(batch, mask_key_of(self.loss)), 1
+    def count(self, batch: TensorDictBase) -> int:
+        """Return how many frames are valid."""
+        return count_frames(batch, mask_key_of(self.loss))
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
@@ -118,11 +118,10 @@ class SequenceMinibatches(ShuffledMinibatches):
         alike = not getattr(loss, "normalize_advantage", False)
         self._buckets = BUCKETS if alike else 1
 
-    def outline(self, batch: TensorDictBase) -> tuple[int, int]:
-        """Return how many sequences a batch has, and the steps of the longest that may be."""
+    def count(self, batch: TensorDictBase) -> int:
+        """Return how many sequences a batch has."""
         check_stored(batch, stored_keys(*self._recurrent_networks()))
-        places = self.batcher.places(batch.select(*self._keys_of_batcher, strict=False))
-        return len(places), self.batcher.seq_len or places.shape[1]
+        return len(self.batcher.places(batch.select(*self._keys_of_batcher, strict=False)))
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the sequences of a batch ``[N, L]``, with these entries."""

@@ -20,6 +20,7 @@ from ppokit._batch import (
     StateDict,
     check_tensordict,
     check_time_is_last,
+    get_if_any,
     is_recurrent,
     key_named,
     mask_key_of,
@@ -85,8 +86,9 @@ class PPOUpdate:
             the learning rate (:class:`~ppokit.AdaptiveLearningRate`) by that of each epoch.
         scheduler: advances last, by the batch's valid frames.
         epochs: how often each frame is used.
-        minibatch_size: in frames; None for the whole batch. With a batcher, as many sequences as
-            have that many steps, at least one. The last minibatch may be smaller.
+        minibatch_size: in valid frames; None for the whole batch. The last minibatch may be
+            smaller. With a batcher an epoch has min(sequences, ceil(frames / minibatch_size))
+            minibatches, of nearly equal numbers of frames.
         shuffle: draw a new order in each epoch; on a device another one than on the CPU.
         accumulate_grads: one optimizer step an epoch, with the gradients of its minibatches
             weighted by their valid frames: the gradient of the whole epoch in the memory of a
@@ -247,7 +249,7 @@ class PPOUpdate:
         """
         check_tensordict(batch, who="PPOUpdate")
         started = time.perf_counter()
-        outline, frames, fewest = self.step.ranks.agree(
+        outline, frames, count = self.step.ranks.agree(
             self.step.parameters_to_train, lambda: self._outline(batch)
         )
         size, largest = batch.batch_size.numel(), self.minibatch_size or 0
@@ -260,7 +262,8 @@ class PPOUpdate:
             elements, sums, settings = raise_together(
                 lambda: self._prepare(batch, outline), self.step.group
             )
-            sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
+            size = self.minibatch_size or len(elements)
+            sizes = sizes_of_minibatches(len(elements), count, size)
             stopped = self._train(batch, elements, sizes, outline.frames, minibatches)
             sums |= minibatches.sums()
         except BaseException:  # Ctrl-C, too
@@ -329,10 +332,10 @@ class PPOUpdate:
         batch = (batch if needs_ends or not count_frames(steps, step.mask_key) else steps).clone()
         parts = step.loss, self.advantage, self.value_network, self.batcher
         with unchanged(*parts, device=step.device), alone():
-            size = self._outline(batch).size
+            outline = self._outline(batch)
             if self.reward_normalizer is not None:
                 batch = self.reward_normalizer.clone().freeze()(batch)
-            losses = self._losses_of_first(self._elements(batch), size)
+            losses = self._losses_of_first(self._elements(batch), outline)
         for name in loss_names(losses, type(step.loss).__name__):
             if not losses[name].isfinite():
                 raise ValueError(
@@ -353,7 +356,7 @@ class PPOUpdate:
     # -- one batch ---------------------------------------------------------------
 
     def _outline(self, batch: TensorDictBase) -> Outline:
-        """Return the number of frames, elements and elements of a minibatch; change nothing."""
+        """Return the numbers of frames, elements and minibatches; change nothing."""
         self._check_arguments()
         self.step.check_settings(waits=True)
         if self.advantage is not None:
@@ -373,10 +376,16 @@ class PPOUpdate:
                 f"The batch of shape {list(batch.shape)} has no valid frame: it is empty, or "
                 f"{key!r} is False everywhere. The mask is True at frames to train on."
             )
+        computed = get_if_any(batch, key_named(self.step.loss, "advantage", "advantage"))
+        if self.reward_normalizer is not None and self.advantage is None and computed is not None:
+            raise ValueError(
+                "The batch has an advantage, on which rewards that are normalized now have no "
+                "effect: pass advantage= too, or normalize before it is computed."
+            )
         check_policy_keys(self.step.loss, batch)
-        elements, steps = self.minibatches.outline(batch)
-        size = max(1, (self.minibatch_size or elements * steps) // steps)
-        return Outline(frames, elements, min(size, elements))
+        elements = self.minibatches.count(batch)
+        size = self.minibatch_size or frames
+        return Outline(frames, elements, min(elements, math.ceil(frames / size)))
 
     def _undo(self, batch: TensorDictBase) -> Callable[[], None]:
         """Return a function that restores the blocks and the batch as they are now."""
@@ -413,7 +422,7 @@ class PPOUpdate:
             sums |= policy_lag(version, batch, mask_key)
         elements = self._elements(batch)
         if self.step.ranks.count > 1:  # one process finds out in its first step
-            self._losses_of_first(elements, outline.size)
+            self._losses_of_first(elements, outline)
         return elements, sums, settings
 
     @property
@@ -446,11 +455,11 @@ class PPOUpdate:
             )
         return elements
 
-    def _losses_of_first(self, elements: TensorDictBase, size: int) -> TensorDictBase:
+    def _losses_of_first(self, elements: TensorDictBase, outline: Outline) -> TensorDictBase:
         """Return the checked losses of the first elements; change nothing, and ask no rank."""
         step = self.step
         with unchanged(step.loss, self.minibatches, device=step.device), alone():
-            first: Any = elements[:size]
+            first: Any = elements[: math.ceil(outline.elements / outline.minibatches)]
             minibatch, _ = next(self.minibatches.epoch(first, [len(first)]))
             losses = step.eager_losses(minibatch)
         step.check_losses(losses, self._adaptive_key)

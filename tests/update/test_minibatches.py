@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
+from ppokit import SequenceBatcher
 from tests.blocks import make_minibatch, ppo_update
 from tests.update.parts import make_loss, parameters_of
 
@@ -146,3 +147,32 @@ def test_gradients_of_an_interrupted_update_do_not_count(amp_dtype: Any):
         update(batch.clone())
         found.append(parameters_of(loss))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("seq_len", [4, 128, None])
+@pytest.mark.parametrize("size", [1, 30, 64, 1000])
+@pytest.mark.filterwarnings("ignore:minibatch_size=1000 is larger:UserWarning")
+def test_a_minibatch_of_sequences_counts_valid_frames(seq_len: int | None, size: int):
+    """However long sequences may be: episodes here have 3 to 9 steps."""
+    torch.manual_seed(0)
+    done = torch.zeros(4, 64, 1, dtype=torch.bool)
+    for row in range(4):
+        done[row, 2 + row :: 3 + 2 * row] = True
+    mask = torch.ones(4, 64, dtype=torch.bool)
+    mask[:, -6:] = False
+    entries = {
+        "x": torch.arange(256).view(4, 64),
+        "is_init": done.roll(1, 1),
+        "next": {"done": done},
+    }
+    batch = TensorDict(entries | {"collector": {"mask": mask}}, [4, 64], names=[None, "time"])
+    batcher = SequenceBatcher(seq_len)
+    sequences, frames = len(batcher(batch)), int(mask.sum())
+    loss = Plain()
+    loss.in_keys = ["x", ("collector", "mask")]
+    statistics = update_plain(loss, batch, minibatch_size=size, batcher=batcher)
+    count = min(sequences, math.ceil(frames / size))
+    assert statistics["minibatches"] == len(loss.seen) == count
+    seen = [part["x"][part["collector", "mask"]] for part in loss.seen]
+    assert torch.cat(seen).sort().values.equal(batch["x"][mask])
+    assert max(map(len, seen)) <= frames / count + 9

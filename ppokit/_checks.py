@@ -69,6 +69,12 @@ def choice(*allowed: object) -> Any:
     return Checked(lambda x: x in allowed, f"be {', '.join(others)} or {last}")
 
 
+#: a seed, for torch and for environments
+SEED = Checked(
+    lambda x: x % 1 == 0 and 0 <= x < 2**63, "be a whole number from 0 to 2**63 - 1", int
+)
+
+
 def check_device(device: torch.device | str | int | None) -> None:
     """Raise a ValueError for a CUDA device that is not there; None is no device."""
     count = torch.cuda.device_count()

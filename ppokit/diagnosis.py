@@ -68,7 +68,7 @@ def diagnose(statistics: Run, *, last: int = 20) -> list[Finding]:
         >>> [finding.name for finding in diagnose(stopped)]
         ['kl_stops_in_first_epoch']
     """
-    if last < FEWEST:
+    if not isinstance(last, int) or last < FEWEST:
         raise ValueError(f"last must be a number of updates, at least {FEWEST}, got {last}.")
     rows = [row for row in read_run(statistics) if row.keys() & OF_UPDATES]
     if len(rows) < FEWEST:

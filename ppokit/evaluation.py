@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType
 
 from ppokit._batch import Policy
-from ppokit._checks import whole
+from ppokit._checks import SEED, whole
 from ppokit._state import evaluation_mode
 from ppokit.collectors import GymCollector
 
@@ -85,7 +85,7 @@ def evaluate(
     with ExitStack() as stack:  # undone in reverse order
         stack.enter_context(evaluation_mode(policy, observation_transform))
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.manual_seed(SEED.check(seed, "seed"))
         # The number of a list or a vector environment need not divide these frames.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "frames_per_batch=", UserWarning)

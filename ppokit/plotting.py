@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.wrappers import RenderCollection
 from torchrl.envs import ExplorationType
 
-from ppokit._checks import whole
+from ppokit._checks import SEED, whole
 from ppokit._runs import FRAMES, Rows, Run, read_run
 from ppokit._state import evaluation_mode
 from ppokit.collectors import GymCollector
@@ -137,9 +137,8 @@ def _pyplot() -> Any:
 
 def _as_group(runs: Any) -> Sequence[Any]:
     """Return a sequence of runs, of one where a run is given."""
-    if isinstance(runs, str | os.PathLike) or (len(runs) and isinstance(runs[0], Mapping)):
-        return [runs]
-    return runs
+    several = isinstance(runs, Sequence) and not isinstance(runs, str)
+    return runs if several and not (runs and isinstance(runs[0], Mapping)) else [runs]
 
 
 def _draw_panel(
@@ -248,7 +247,7 @@ def record_episode(
         (5, (400, 600, 3))
     """
     steps, every = whole().check(steps, "steps"), whole().check(every, "every")
-    recorder = _make_recorder(make_env, seed)
+    recorder = _make_recorder(make_env, SEED.check(seed, "seed"))
     if recorder is None:
         return []
     options: Any = {"exploration_type": ExplorationType.DETERMINISTIC} | collector_options

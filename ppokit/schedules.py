@@ -205,6 +205,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     def step(self, frames: int) -> None:
         """Apply the values at ``frames``, the absolute number of frames so far."""
+        if not math.isfinite(frames):
+            raise ValueError(f"The frames so far are a whole number, got {frames}.")
         if frames < self.frames:
             raise ValueError(
                 f"step({frames}) goes backwards: the scheduler is at {int(self.frames)} frames. "

@@ -131,7 +131,7 @@ def test_bad_runs_raise(tmp_path: Path):
         ([{"frames": 1.0}, {"kl": 1.0}], ValueError, "Row 1 has neither 'total_frames' nor 'fra"),
         ([], ValueError, "the runs have no rows of statistics"),
         ([[]], ValueError, "The run has no rows"),
-        ([[0.5]], TypeError, "A run is a sequence of the dictionaries"),
+        *((x, TypeError, "A run is a seq.* of the dict") for x in ([[0.5]], {"kl": 1.0}, None, 3)),
         (tmp_path / "nowhere", FileNotFoundError, "no numbers in files of torchrl's CSVLogger"),
         (tmp_path, FileNotFoundError, "no numbers in files of torchrl's CSVLogger"),
     ]

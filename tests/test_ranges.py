@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
+from torch import nn
 
 from ppokit import (
     GAE,
@@ -26,8 +29,12 @@ from ppokit import (
     SequenceBatcher,
     StepSchedule,
     TrainingStep,
+    diagnose,
+    evaluate,
 )
 from ppokit.functional import _checks
+from ppokit.networks import actor_critic
+from ppokit.plotting import record_episode
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.update.parts import make_batch, make_loss, parameters_of
 
@@ -363,3 +370,42 @@ def test_a_clip_of_two_numbers_is_set_by_both(value: Any):
     with pytest.raises(AttributeError, match="clip_epsilon_low and clip_epsilon_high"):
         loss.clip_epsilon = value
     loss.clip_epsilon_low = value
+
+
+@pytest.mark.parametrize("seed", [-1, 2**70, 0.5, "a"])
+def test_seeds_that_are_none_raise(seed: Any):
+    actor, _ = actor_critic("CartPole-v1")
+    with pytest.raises(ValueError, match="seed must be a whole number from 0"):
+        evaluate("CartPole-v1", actor, episodes=1, seed=seed)
+    with pytest.raises(ValueError, match="seed must be a whole number from 0"):
+        record_episode("CartPole-v1", actor, seed=seed)
+
+
+@pytest.mark.parametrize("frames", [math.nan, math.inf])
+def test_frames_of_a_scheduler_are_finite(frames: Any):
+    step = make_step()
+    scheduler = ParameterScheduler({"lr": (step.optimizer, StepSchedule([(0, 0.1)]))})
+    with pytest.raises(ValueError, match="a whole number, got"):
+        scheduler.step(frames)
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, [64.0, -1.0], torch.tensor([1.0, math.nan])])
+def test_weights_of_a_kl_are_at_least_0(weight: Any):
+    kl = torch.zeros(()) if isinstance(weight, int | float) else torch.zeros(2)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    for block in (KLEarlyStopper(0.1), AdaptiveLearningRate(optimizer)):
+        with pytest.raises(ValueError, match="none below 0"):
+            block.update(kl, weight=weight)
+    assert not KLEarlyStopper(0.1).update(torch.tensor([0.0, 0.2]), weight=[1.0, 1.0])
+
+
+def test_spaces_without_entries_are_named():
+    for pair in itertools.permutations((spaces.Dict(), spaces.Discrete(2))):
+        with pytest.raises(ValueError, match=r"The space of \w+ is empty"):
+            actor_critic(pair)
+
+
+@pytest.mark.parametrize("last", [math.nan, 5.5, math.inf, None, 4])
+def test_the_updates_that_diagnose_reads_are_a_whole_number(last: Any):
+    with pytest.raises(ValueError, match="last must be a number of updates, at least 5"):
+        diagnose([{"frames": 1.0}] * 9, last=last)

@@ -150,8 +150,8 @@ def actor_critic(
     critic_hidden = hidden if critic_hidden is None else critic_hidden
     in_keys = [in_keys] if isinstance(in_keys, str) else in_keys
     observations, actions = _specs(env_or_spaces, in_keys)
-    device = getattr(env_or_spaces, "device", None) if device is None else device
-    check_device(device)
+    _check_not_empty(observations=observations, actions=actions)
+    check_device(device := getattr(env_or_spaces, "device", None) if device is None else device)
     there = [as_key(key) for key in observations.keys(True, True)]
     mask = None if mask_key is None else as_key(mask_key)
     keys = [x for x in there if x != mask and key_parts(x)[-1] not in _BOOKKEEPING]
@@ -217,6 +217,12 @@ def _check_options(
         raise ValueError("A shared encoder has one size: leave critic_hidden out, or shared.")
     if detach_critic is not None and not shared:
         raise ValueError("detach_critic is for shared=True: a separate critic has its own layers.")
+
+
+def _check_not_empty(**specs: Composite) -> None:
+    for name, spec in specs.items():
+        if spec.is_empty(True):
+            raise ValueError(f"The space of {name} is empty: there is nothing to make layers for.")
 
 
 class _Heads(nn.ModuleList):

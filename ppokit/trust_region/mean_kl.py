@@ -57,11 +57,11 @@ def sums_over_ranks(
 ) -> Tensor:
     """Return the sums over ranks of KL times weight, of weights and of active ranks, ``[3]``."""
     values = torch.as_tensor(kl, dtype=torch.float64).detach()
-    if isinstance(weight, Tensor):
-        frames = weight.to(values)
-    else:  # torch.as_tensor would wait for the device
-        frames = torch.ones_like(values) if weight is None else values.new_full((), weight)
-    if frames.shape != values.shape:
+    if isinstance(weight, int | float):  # torch.as_tensor would wait for the device
+        frames = values.new_full((), weight)
+    else:
+        frames = torch.ones_like(values) if weight is None else torch.as_tensor(weight).to(values)
+    if frames.shape != values.shape or (frames.is_cpu and not (frames >= 0).all()):
         raise _bad_weight(values, weight)
     # The KL of no frames is often NaN.
     weighted = (values * frames).masked_fill(frames == 0, 0.0).sum()
@@ -93,5 +93,5 @@ def _all_reduce(sums: Tensor, group: ProcessGroup | None) -> Tensor:
 def _bad_weight(values: Tensor, weight: Tensor | float | None) -> ValueError:
     return ValueError(
         "weight must be the number of valid frames behind each KL: "
-        f"shape {list(values.shape)}, and not 0 everywhere. Here it is {weight}."
+        f"shape {list(values.shape)}, none below 0, and not 0 everywhere. Here it is {weight}."
     )

@@ -376,11 +376,11 @@ class PPOUpdate:
                 f"The batch of shape {list(batch.shape)} has no valid frame: it is empty, or "
                 f"{key!r} is False everywhere. The mask is True at frames to train on."
             )
-        computed = get_if_any(batch, key_named(self.step.loss, "advantage", "advantage"))
-        if self.reward_normalizer is not None and self.advantage is None and computed is not None:
+        key = key_named(self.step.loss, "advantage")
+        is_there = key is not None and get_if_any(batch, key) is not None
+        if is_there and self.advantage is None and self.reward_normalizer is not None:
             raise ValueError(
-                "The batch has an advantage, on which rewards that are normalized now have no "
-                "effect: pass advantage= too, or normalize before it is computed."
+                f"{key!r} was computed before the rewards are normalized: pass advantage=, too."
             )
         check_policy_keys(self.step.loss, batch)
         elements = self.minibatches.count(batch)

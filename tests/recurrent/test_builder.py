@@ -161,7 +161,7 @@ def test_one_step_on_tensors_equals_the_module(kind: type, options: Any, shape: 
 class Doubles(LSTMModule):
     """Doubles its input."""
 
-    def forward(self, tensordict: Any) -> Any:
+    def forward(self, tensordict: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         tensordict["x"] = 2 * tensordict["x"]
         return super().forward(tensordict)
 

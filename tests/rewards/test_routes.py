@@ -13,7 +13,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs import SerialEnv, TransformedEnv
 
-from ppokit import RewardNormalizer
+from ppokit import GAE, RewardNormalizer
+from tests.blocks import make_minibatch, ppo_update
 from tests.rewards.routes import (
     BATCH,
     ENVS,
@@ -42,6 +43,7 @@ from tests.rewards.streams import (
     saved,
     time_pieces,
 )
+from tests.update.parts import make_batch, make_loss
 
 
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
@@ -157,6 +159,41 @@ def test_a_replay_buffer_moves_the_statistics_on_write_only(layout, invert):
                 torch.testing.assert_close(found, wanted.flatten().sort().values)
         assert_unchanged(normalizer, state)
     assert_state_equal(normalizer, outside)
+
+
+def test_with_gae_in_one_buffer_the_normalizer_comes_last():
+    """A buffer's transforms run in reverse order when it is written."""
+    batch = make_rollout(0, 3, 16, 0.2, dtype=torch.float32)
+    batch["state_value"] = torch.randn(3, 16, 1)
+    batch["next", "state_value"] = torch.randn(3, 16, 1)
+    batch["next", "terminated"] = batch["next", "done"].clone()
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=None)
+    expected = gae(RewardNormalizer()(batch.clone()))["advantage"]
+    for invert in (False, True):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(48, ndim=2))
+        buffer.append_transform(gae, invert=True)
+        buffer.append_transform(RewardNormalizer(), invert=invert)
+        buffer.extend(batch.clone())
+        found = buffer[:]["advantage"].reshape(expected.shape)
+        torch.testing.assert_close(found, expected)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(48, ndim=2))
+        buffer.append_transform(RewardNormalizer(), invert=invert)
+        buffer.append_transform(gae, invert=True)
+        with pytest.raises(ValueError, match="append GAE first"):
+            buffer.extend(batch.clone())
+
+
+def test_an_update_that_normalizes_rewards_of_a_given_advantage_raises():
+    loss = make_loss()
+    batch = make_minibatch(loss.actor_network, 2, 6).update(make_batch())
+    update = ppo_update(
+        loss, torch.optim.SGD(loss.parameters()), reward_normalizer=RewardNormalizer()
+    )
+    before = batch.clone()
+    with pytest.raises(ValueError, match="pass advantage=, too"):
+        update(batch)
+    assert (batch == before).all()
+    assert update.reward_normalizer.count == 0
 
 
 def test_buffers_that_a_normalizer_cannot_serve_raise():

@@ -91,6 +91,21 @@ def test_masked_frames_are_not_in_the_statistics_and_their_ids_close_nothing():
     assert left_open(normalizer) == {0: [3.0], 5: [3.0]}
 
 
+@pytest.mark.parametrize(
+    ("ids", "expected"), [([0, 0], {0: [7.0]}), ([0, 1], {0: [3.0], 1: [4.0]})]
+)
+def test_a_row_whose_first_frame_is_masked_goes_on_with_its_first_valid_one(
+    ids: list[int], expected: dict[int, list[float]]
+):
+    normalizer = RewardNormalizer(gamma=1.0)
+    normalizer(make_batch([[3.0]], ids=[[0]]))
+    batch = make_batch([[99.0, 4.0]], [[ids[0] != ids[1], False]], ids=[ids])
+    batch[MASK] = torch.tensor([[False, True]])
+    normalizer(batch)
+    assert normalizer.count == 2
+    assert left_open(normalizer) == expected
+
+
 @given(rollout=rollouts())
 def test_split_trajectories_give_the_same_statistics(rollout):
     split = split_trajectories(rollout.clone(), trajectory_key=IDS, done_key=DONE)

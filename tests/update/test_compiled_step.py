@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.modules import MaskedCategorical, ValueOperator
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep, _compiling
+from ppokit.update import compiled
 from tests.blocks import Given, actor_of, make_actor, make_critic, make_minibatch, ppo_update
 from tests.marks import slow
 from tests.update.parts import make_loss, parameters_of
@@ -317,6 +318,39 @@ def test_networks_that_change_in_each_call():
                 update(batch.clone())
         results.append((parameters_of(loss), loss.critic_network.module.calls))
     torch.testing.assert_close(*results)
+
+
+class OfTasks(nn.Module):
+    """A loss that reads a text."""
+
+    in_keys = ("x", "task")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        factor = {"walk": 1.0, "run": 3.0}[minibatch["task"][0]]
+        return TensorDict({"loss_a": factor * (self.weight * minibatch["x"]).square().mean()})
+
+
+def test_a_loss_that_reads_a_text_runs_eagerly(monkeypatch: pytest.MonkeyPatch):
+    """Forms without guards would keep the text of the minibatch before."""
+    monkeypatch.setattr(compiled, "WORTH", 1)
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        loss = OfTasks()
+        options = {"compile": compile, "epochs": 1, "minibatch_size": 2, "shuffle": False}
+        update = ppo_update(loss, torch.optim.SGD(loss.parameters(), lr=0.1), **options)
+        batch = TensorDict({"x": torch.randn(12, dtype=torch.float64)}, [12])
+        batch["task"] = NonTensorStack.from_list(["walk"] * 6 + ["run"] * 6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append([update(batch.clone())["loss_a"] for _ in range(3)])
+        if compile:
+            assert "is no tensor" in repr(update.step)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

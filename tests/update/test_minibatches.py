@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from ppokit import SequenceBatcher
+from ppokit import SequenceBatcher, TrainingStep
 from tests.blocks import make_minibatch, ppo_update
 from tests.update.parts import make_loss, parameters_of
 
@@ -122,6 +122,16 @@ def test_groups_that_are_added_later_are_clipped():
         statistics = update(make_minibatch(loss.actor_network, 32))
         found.append((parameters_of(loss), torch.tensor(statistics["grad_norm"])))
     torch.testing.assert_close(*found)
+
+
+def test_a_parameter_twice_in_a_group_raises():
+    """As the encoder in [*actor.parameters(), *critic.parameters()]: torch would step it twice."""
+    loss = make_loss()
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = torch.optim.SGD([*loss.parameters(), *loss.parameters()], lr=0.1)
+    step = TrainingStep(loss, optimizer)
+    with pytest.raises(ValueError, match=r"twice in a group.*loss\.parameters\(\)"):
+        step(make_minibatch(loss.actor_network, 8, seed=0))
 
 
 def interrupt(*_: Any) -> None:

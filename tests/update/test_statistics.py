@@ -230,6 +230,16 @@ TWO_BATCHES: dict[str, tuple[TensorDict, TensorDict, tuple[float, float]]] = {
         with_ids(rollout([4.0], [1]), [7]),
         (7.0, 3.0),
     ),
+    "a row whose first frame is masked goes on": (
+        with_ids(rollout([1.0, 2.0], [0, 0]), [7, 7]),
+        with_ids(rollout([math.nan, 4.0], [0, 1], [0, 1]), [7, 7]),
+        (7.0, 3.0),
+    ),
+    "and not into another trajectory": (
+        with_ids(rollout([1.0, 2.0], [0, 0]), [7, 7]),
+        with_ids(rollout([9.0, 4.0], [1, 1], [0, 1]), [7, 8]),
+        (4.0, 1.0),
+    ),
     "rows that share ids go on row by row": (
         with_ids(rollout([1.0] * 4, [0] * 4), [0] * 4, [0] * 4),
         with_ids(rollout([1.0] * 4, [0, 0, 0, 1]), [0] * 4, [0] * 4),

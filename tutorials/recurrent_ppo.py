@@ -26,12 +26,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
 from tqdm import tqdm
 
 import ppokit
+from ppokit.networks import actor_critic
 from ppokit.plotting import plot_run
 
 QUICK = "--quick" in sys.argv
@@ -83,41 +81,15 @@ class CueEnv(gym.Env):
 # %%
 # A network with a state
 # ----------------------
-# :class:`~ppokit.LSTMModule` has torchrl's arguments and runs faster. At collection it
-# reads the state of the step before, and writes the next one. In the loss and in GAE
+# ``memory="lstm"`` puts a :class:`~ppokit.LSTMModule` behind the encoder. At collection
+# it reads the state of the step before, and writes the next one. In the loss and in GAE
 # it runs over sequences, from the state that was stored at their first step.
 # ``"is_init"`` tells it where an episode starts.
 #
-# Policy and critic share encoder and LSTM. The loss takes the value head alone, so
-# that the LSTM runs once. GAE takes the whole critic.
-
-
-def make_networks(remembers: bool) -> tuple[Any, Any, Any]:
-    """Return actor, value head and critic."""
-    encoder = nn.Sequential(nn.Linear(3, CELLS), nn.Tanh())
-    keys: Any = {"in_key": "features", "out_key": "hidden"}
-    if remembers:
-        memory: Any = ppokit.LSTMModule(
-            input_size=CELLS, hidden_size=CELLS, **keys
-        )
-        # Initially the cell keeps its content.
-        memory.lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
-    else:
-        memory = TensorDictModule(nn.Identity(), ["features"], ["hidden"])
-    shared: Any = [
-        TensorDictModule(encoder, ["observation"], ["features"]),
-        memory,
-    ]
-    head = TensorDictModule(nn.Linear(CELLS, 2), ["hidden"], ["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(*shared, head),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
-    value_head = ValueOperator(nn.Linear(CELLS, 1), in_keys=["hidden"])
-    return actor, value_head, TensorDictSequential(*shared, value_head)
-
+# Policy and critic have an LSTM each. ``policy`` runs both, so that both states are
+# stored; the loss takes ``actor`` and ``value``, and GAE takes ``critic``.
+networks = actor_critic(CueEnv(), (CELLS,), memory="lstm", memory_size=CELLS)
+print([key for key in networks.policy.in_keys if "state" in key])
 
 # %%
 # Sequences
@@ -126,9 +98,8 @@ def make_networks(remembers: bool) -> tuple[Any, Any, Any]:
 # ``SEQ_LEN`` steps from there. Each frame is in one sequence; shorter sequences are
 # padded and masked. A gradient reaches back to the start of its sequence. Earlier
 # steps are in the state with which the sequence begins.
-actor, _, _ = make_networks(remembers=True)
 with ppokit.GymCollector(
-    CueEnv, actor, frames_per_batch=64, num_envs=2
+    CueEnv, networks.policy, frames_per_batch=64, num_envs=2
 ) as collector:
     collector.set_seed(SEED)
     batch = collector.rollout()
@@ -145,8 +116,14 @@ print(f"{tuple(batch.shape)} -> {tuple(sequences.shape)}, {valid} valid frames")
 def train(remembers: bool) -> list[dict[str, float]]:
     """Train, print the share of right decisions, and return the statistics."""
     torch.manual_seed(SEED)
-    actor, value_head, critic = make_networks(remembers)
-    loss = ppokit.DualClipPPOLoss(actor, value_head, entropy_coeff=0.01)
+    if remembers:
+        policy, actor, value, critic = actor_critic(
+            CueEnv(), (CELLS,), memory="lstm", memory_size=CELLS
+        )
+    else:
+        actor, critic = actor_critic(CueEnv(), (CELLS, CELLS))
+        policy, value = actor, critic
+    loss = ppokit.DualClipPPOLoss(actor, value, entropy_coeff=0.01)
     adam = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
     update = ppokit.PPOUpdate(
         ppokit.TrainingStep(loss, adam, max_grad_norm=0.5),
@@ -160,7 +137,7 @@ def train(remembers: bool) -> list[dict[str, float]]:
     )
     collector = ppokit.GymCollector(
         CueEnv,
-        actor,
+        policy,
         num_envs=16,
         frames_per_batch=FRAMES_PER_BATCH,
         total_frames=TOTAL_FRAMES,
@@ -170,7 +147,7 @@ def train(remembers: bool) -> list[dict[str, float]]:
     history = [update(x) for x in tqdm(collector, total=total, unit="batch")]
     collector.shutdown()
     returns, _ = ppokit.evaluate(
-        CueEnv, actor, episodes=400, num_envs=16, seed=1
+        CueEnv, policy, episodes=400, num_envs=16, seed=1
     )
     print(f"{(1 + returns.mean()) / 2:.0%} right, remembers={remembers}")
     return history
@@ -184,4 +161,4 @@ figure.savefig(OUT / "figure.png", dpi=120)
 
 # %%
 # Next: :doc:`../howto/recurrent`, :doc:`../blocks/sequence_batcher`,
-# :doc:`../blocks/recurrent_modules`.
+# :doc:`../blocks/recurrent_modules`, :doc:`../blocks/networks`.

@@ -198,7 +198,7 @@ def main() -> None:
     bench.write_page(f"""# Recurrent PPO, beside RecurrentPPO
 
 {record.missing(jobs)}CartPole and Pendulum without velocities, {ENVS} environments, 100,000 frames,
-an LSTM of 64 units and two layers of 64 behind it; as many steps of the optimizer in all arms. "zoo"
+an LSTM of 64 units, two layers of 64 behind it; as many steps of the optimizer in all arms. "zoo"
 is the setting of RecurrentPPO's published result on CartPole: 32 steps, 20 epochs, gamma 0.98,
 lambda 0.8, falling learning rate and clip range, normalized observations and rewards. Actor and
 critic have an LSTM each, or ("shared") one, which the critic's loss does not train in either

@@ -132,6 +132,8 @@ class CompiledFunction:
 
         @torch.compiler.assume_constant_result
         def begin_trace() -> int:  # runs while a graph is captured, and never in a graph
+            if not call.arguments:  # of a form, which torch.compiler.reset() has dropped
+                return next(_numbers)
             if not call.may_capture:
                 call.is_refused = call.is_tracing = True
                 self._refused += 1

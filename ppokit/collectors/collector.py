@@ -62,8 +62,8 @@ class GymCollector(TorchrlInterface):
     true last observation, too; the step that resets a member belongs to no episode. Its frame is
     excluded by ``("collector", "mask")`` ``[num_envs, T]`` (bool) and not counted.
 
-    A ``ProbabilisticActor`` over plain networks without hooks is called on tensors if it has a
-    ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
+    A ``ProbabilisticActor`` over plain networks, LSTMs and GRUs without hooks is called on tensors
+    if it has a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
     ``MaskedCategorical`` or ``MaskedOneHotCategorical`` distribution. The same random numbers give
     the same actions and log-probabilities, to rounding. With a ``TanhNormal`` the stored action,
     which is rounded and kept away from the bounds, gives the log-probability: the loss scores the

@@ -129,12 +129,7 @@ class CompiledPolicy:
         """Return what transform and policy write; None where a batch begins without a graph."""
         values, is_first = (*observed.values(),), self._is_first
         if self._rest is not None:
-            try:
-                return self._rest(*values)
-            except NoGraphError as error:  # code of the environment has made torch forget it
-                self._note(error)
-                self._rest = self._functions_for(observed, 1, total=False)[1]
-                return self._rest(*values)
+            return self._rest(*values)
         self._is_first = False
         compiled, function = self._functions_for(observed, 1, total=False)
         try:

@@ -22,7 +22,7 @@ from torch.distributions import Bernoulli
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal
 
-from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor
+from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor, _compiling
 from ppokit._compiling import CompiledFunction
 from ppokit.policies import compiled_policy
 from tests.collectors.test_actor import assert_alike, call
@@ -401,4 +401,32 @@ def test_a_flag_that_the_environment_changes_within_batches(
             with torch.no_grad():
                 expected = network(batch["observation"])
             torch.testing.assert_close(batch["logits"], expected)
+    collector.shutdown()
+
+
+def test_an_environment_that_makes_torch_forget_its_graphs(monkeypatch: pytest.MonkeyPatch):
+    """Also where no capture is left, as plain torch.compile does."""
+    monkeypatch.setattr(compiled_policy, "WORTH", 3)
+    steps, network = [0], nn.Linear(3, 3)
+    module = TensorDictModule(network, ["observation"], ["logits"])
+    policy = ProbabilisticActor(
+        module, ["logits"], distribution_class=OneHotCategorical, return_log_prob=True
+    )
+
+    class Forgets(Wander):
+        def step(self, action: Any) -> Any:
+            steps[0] += 1
+            if steps[0] == 60:
+                monkeypatch.setattr(_compiling, "FREE_TRACES", 0)
+            if steps[0] == 75:
+                torch.compiler.reset()
+            return super().step(action)
+
+    collector = called_in_a_graph(policy, partial(Forgets, actions="discrete"))
+    while steps[0] < 75:
+        batch = collector.rollout()
+    with torch.no_grad():
+        expected = network(batch["observation"])
+    torch.testing.assert_close(batch["logits"], expected)
+    assert "in a graph" in repr(collector)
     collector.shutdown()

@@ -63,13 +63,14 @@ class GymCollector(TorchrlInterface):
     excluded by ``("collector", "mask")`` ``[num_envs, T]`` (bool) and not counted.
 
     A ``ProbabilisticActor`` over plain networks, LSTMs and GRUs without hooks is called on tensors
-    if it has a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
-    ``MaskedCategorical`` or ``MaskedOneHotCategorical`` distribution. The same random numbers give
-    the same actions and log-probabilities, to rounding. With a ``TanhNormal`` the stored action,
-    which is rounded and kept away from the bounds, gives the log-probability: the loss scores the
-    same action, so the KL before the first step of an update is 0. Other policies are called on a
-    TensorDict, or compiled with ``compile_policy``. The states of a recurrent policy are zero where
-    an episode starts; they are stored with ``"is_init"``, as by torchrl's ``TensorDictPrimer``.
+    if it has a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``,
+    ``OneHotCategorical``, ``MaskedCategorical`` or ``MaskedOneHotCategorical`` distribution. The
+    same random numbers give the same actions and log-probabilities, to rounding. With a
+    ``TanhNormal`` the stored action, which is rounded and kept away from the bounds, gives the
+    log-probability: the loss scores the same action, so the KL before the first step of an update
+    is 0. Other policies are called on a TensorDict, or compiled with ``compile_policy``. The states
+    of a recurrent policy are zero where an episode starts; they are stored with ``"is_init"``, as
+    by torchrl's ``TensorDictPrimer``.
 
     Args:
         make_env: id of an environment, or a function that makes one, for ``num_envs`` of them that

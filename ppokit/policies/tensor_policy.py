@@ -1,4 +1,4 @@
-"""A policy called on tensors, if it has plain networks and a known distribution."""
+"""A policy called on tensors, if it has plain or recurrent networks and a known distribution."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit import kernels
 from ppokit._batch import STATE_FIX, get_tensor, valid_mask
-from ppokit._calls import is_hooked_or_patched
 from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
 
@@ -126,46 +125,6 @@ class GRUModule(_Unsplit, TorchRLGRUModule):
         ...     gru(batch)["next", "recurrent_state"].shape
         torch.Size([2, 5, 1, 4])
     """
-
-
-_FORWARDS = _Unsplit.forward, TorchRLLSTMModule.forward, TorchRLGRUModule.forward
-
-
-def one_step(module: nn.Module) -> Callable[..., tuple[Tensor, ...]] | None:
-    """Return one step of a recurrent module as a function of tensors; None if it does more.
-
-    The function takes the entries of ``in_keys``, and returns those of ``out_keys``. It computes
-    with ``torch.lstm_cell`` or ``gru_cell``, and not with the sequences of ``nn.LSTM``.
-    """
-    if not isinstance(module, (TorchRLLSTMModule, TorchRLGRUModule)):
-        return None
-    if type(module).forward not in _FORWARDS or is_hooked_or_patched(module):
-        return None
-    is_lstm = isinstance(module, TorchRLLSTMModule)
-    network = cast("nn.RNNBase", module.lstm if is_lstm else module.gru)
-    is_plain = type(network) in (nn.LSTM, nn.GRU) and not is_hooked_or_patched(network)
-    if not is_plain or network.bidirectional or network.proj_size or module.recurrent_mode:
-        return None
-    if network.training and network.dropout and network.num_layers > 1:
-        return None
-
-    def step(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        shape, (*states, is_init) = x.shape[:-1], given
-        x, start = x.reshape(-1, x.shape[-1]), is_init.reshape(-1, 1, 1)
-        rows = [state.reshape(-1, *state.shape[-2:]) for state in states]
-        before = [state.masked_fill(start, 0).unbind(1) for state in rows]
-        after = []
-        for weights, *state in zip(network.all_weights, *before, strict=True):
-            if is_lstm:
-                found = torch.lstm_cell(x, state, *weights)
-            else:
-                found = (torch.gru_cell(x, *state, *weights),)
-            after.append(found)
-            x = found[0]
-        found = x, *(torch.stack(layers, 1) for layers in zip(*after, strict=True))
-        return tuple(y.reshape(*shape, *y.shape[1:]) for y in found)
-
-    return step
 
 
 def _check_step(module: Any, tensordict: TensorDictBase) -> None:

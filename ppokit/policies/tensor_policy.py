@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
     ProbabilisticTensorDictModule,
@@ -14,7 +15,8 @@ from tensordict.nn import (
     TensorDictSequential,
 )
 from tensordict.utils import NestedKey
-from torch import nn
+from torch import Tensor, nn
+from torchrl import modules as rl
 from torchrl.modules import (
     ProbabilisticActor,
     SafeProbabilisticModule,
@@ -24,7 +26,7 @@ from torchrl.modules import (
 from ppokit._batch import Entries, Policy, as_key, in_keys_of, key_parts
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit.policies.distributions import Family, find_family
-from ppokit.recurrent import one_step
+from ppokit.recurrent import GRUModule, LSTMModule
 
 _SEQUENCES = (
     ProbabilisticActor,
@@ -32,6 +34,7 @@ _SEQUENCES = (
     SafeProbabilisticTensorDictSequential,
 )
 _HEADS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
+_OF_RECURRENT = [x.forward for x in (LSTMModule, GRUModule, rl.LSTMModule, rl.GRUModule)]
 
 
 class TensorPolicy(NamedTuple):
@@ -105,7 +108,7 @@ def find_tensor_policy(
     written: set[NestedKey] = set()
     calls = []
     for module in (*before, *of_policy):
-        step = one_step(module)
+        step = _one_step(module)
         if step is None and (reason := obstacle(module)):
             return reason
         calls.append((step or module.module, module))
@@ -140,6 +143,43 @@ def find_tensor_policy(
         [] if transform is None else [as_key(key) for key in transform.out_keys],
         [key for key in made if key in kept or not key_parts(key)[-1].startswith("_")],
     )
+
+
+def _one_step(module: nn.Module) -> Callable[..., tuple[Tensor, ...]] | None:
+    """Return one step of a recurrent module as a function of tensors; None if it does more.
+
+    The function takes the entries of ``in_keys``, and returns those of ``out_keys``. It computes
+    with ``torch.lstm_cell`` or ``gru_cell``, and not with the sequences of ``nn.LSTM``.
+    """
+    if not isinstance(module, (rl.LSTMModule, rl.GRUModule)):
+        return None
+    if type(module).forward not in _OF_RECURRENT or is_hooked_or_patched(module):
+        return None
+    is_lstm = isinstance(module, rl.LSTMModule)
+    network = cast("nn.RNNBase", module.lstm if is_lstm else module.gru)
+    is_plain = type(network) in (nn.LSTM, nn.GRU) and not is_hooked_or_patched(network)
+    if not is_plain or network.bidirectional or network.proj_size or module.recurrent_mode:
+        return None
+    if network.training and network.dropout and network.num_layers > 1:
+        return None
+
+    def step(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        shape, (*states, is_init) = x.shape[:-1], given
+        x, start = x.reshape(-1, x.shape[-1]), is_init.reshape(-1, 1, 1)
+        rows = [state.reshape(-1, *state.shape[-2:]) for state in states]
+        before = [state.masked_fill(start, 0).unbind(1) for state in rows]
+        after = []
+        for weights, *state in zip(network.all_weights, *before, strict=True):
+            if is_lstm:
+                found = torch.lstm_cell(x, state, *weights)
+            else:
+                found = (torch.gru_cell(x, *state, *weights),)
+            after.append(found)
+            x = found[0]
+        found = x, *(torch.stack(layers, 1) for layers in zip(*after, strict=True))
+        return tuple(y.reshape(*shape, *y.shape[1:]) for y in found)
+
+    return step
 
 
 def modules_of_policy(policy: Policy) -> list[Any] | str:

@@ -77,7 +77,8 @@ def minatar() -> list[str]:
         for arm in ("ppokit, compiled", "Stable-Baselines3")
     )
     pairs = (f"{game} {x} and {y}" for game, x, y in zip(games, own, peer, strict=True))
-    return [f"{', '.join(pairs)}."]
+    speed = (cell("minatar", game, "over Stable-Baselines3") for game in games)
+    return [f"{', '.join(pairs)}.", f"Frames a second, compiled: {span(speed, '.2f')} times."]
 
 
 def memory_tasks() -> list[str]:

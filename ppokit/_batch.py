@@ -295,6 +295,11 @@ def state_keys(network: nn.Module | None) -> list[NestedKey]:
     return [k for k in in_keys_of(network) if ("next", *key_parts(k)) in out_keys]
 
 
+def is_private(key: NestedKey) -> bool:
+    """Return whether a name begins with an underscore: collectors leave such entries out."""
+    return key_parts(key)[-1].startswith("_")
+
+
 def is_init(key: NestedKey) -> bool:
     """Return whether a key names episode starts."""
     return key_parts(key)[-1] == IS_INIT

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from ppokit._checks import whole
 from ppokit._runs import Rows, Run, read_run
 
 FEWEST = 5  # updates that a rule needs
@@ -68,8 +69,7 @@ def diagnose(statistics: Run, *, last: int = 20) -> list[Finding]:
         >>> [finding.name for finding in diagnose(stopped)]
         ['kl_stops_in_first_epoch']
     """
-    if not isinstance(last, int) or last < FEWEST:
-        raise ValueError(f"last must be a number of updates, at least {FEWEST}, got {last}.")
+    last = whole(FEWEST).check(last, "last")
     rows = [row for row in read_run(statistics) if row.keys() & OF_UPDATES]
     if len(rows) < FEWEST:
         return []

@@ -407,5 +407,5 @@ def test_spaces_without_entries_are_named():
 
 @pytest.mark.parametrize("last", [math.nan, 5.5, math.inf, None, 4])
 def test_the_updates_that_diagnose_reads_are_a_whole_number(last: Any):
-    with pytest.raises(ValueError, match="last must be a number of updates, at least 5"):
+    with pytest.raises(ValueError, match="last must be a whole number of at least 5"):
         diagnose([{"frames": 1.0}] * 9, last=last)

@@ -17,7 +17,7 @@ from tensordict.utils import NestedKey
 from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._batch import Entries, Policy, key_parts, version_of, write_policy_version
+from ppokit._batch import Entries, Policy, is_private, version_of, write_policy_version
 from ppokit._calls import explain
 from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch, unseen_observations
 from ppokit.collectors.environments import Envs, VectorEnvs
@@ -164,7 +164,7 @@ class Episodes:
         if transform is not None or self._values is not None:
             unseen = unseen_observations(record, self._device)
             unseen = unseen if transform is None else transform(unseen)
-        features = {key: written.pop(key) for key in kept if key_parts(key)[-1].startswith("_")}
+        features = {key: written.pop(key) for key in kept if is_private(key)}
         of_steps = transformed, written, unseen, ids, self._device
         batch = assemble_batch(record, infos, *of_steps)
         if self._values is not None and unseen is not None:

@@ -15,7 +15,15 @@ from torch import distributions as d
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
-from ppokit._batch import IS_INIT, Entries, Policy, in_keys_of, key_parts, recurrent_states
+from ppokit._batch import (
+    IS_INIT,
+    Entries,
+    Policy,
+    in_keys_of,
+    is_private,
+    key_parts,
+    recurrent_states,
+)
 from ppokit.collectors.batch import FLAGS, Columns
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.policies.tensor_policy import (
@@ -184,12 +192,13 @@ class CollectorPolicy:
         if self._function is not None and self._tensor_policy is not None:
             of_memory = [*self._memory, ("next", IS_INIT)] if self._tracks_init else []
             scored = self._tensor_policy.with_log_prob(written, checks=True)
-            return transformed, scored | {key: written[key] for key in of_memory}
-        check_written(self._policy, written)
-        written = _with_stored_log_prob(self._policy, written)
+            written = scored | {key: written[key] for key in of_memory}
+        else:
+            check_written(self._policy, written)
+            written = _with_stored_log_prob(self._policy, written)
         named = {*self._action, *(key for x in heads_of(self._policy) for key in x.log_prob_keys)}
         named |= {*self._kept}
-        public = [x for x in written if x in named or not key_parts(x)[-1].startswith("_")]
+        public = (key for key in written if key in named or not is_private(key))
         return transformed, {key: written[key] for key in public}
 
 

@@ -23,7 +23,7 @@ from torchrl.modules import (
     SafeProbabilisticTensorDictSequential,
 )
 
-from ppokit._batch import Entries, Policy, as_key, in_keys_of, key_parts
+from ppokit._batch import Entries, Policy, as_key, in_keys_of, is_private, key_parts
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit.policies.distributions import Family, find_family
 from ppokit.recurrent import GRUModule, LSTMModule
@@ -96,7 +96,8 @@ def find_tensor_policy(
 ) -> TensorPolicy | str:
     """Return policy and transform as a function of tensors, or why they cannot be called so.
 
-    Entries whose names begin with an underscore are not returned, but those that are ``kept``.
+    Entries whose names begin with an underscore are not returned, but those that are ``kept``, and
+    states after a step.
     """
     modules = modules_of_policy(policy)
     if isinstance(modules, str):
@@ -141,7 +142,7 @@ def find_tensor_policy(
         as_key(head.log_prob_key) if head.return_log_prob else None,
         list(reads),
         [] if transform is None else [as_key(key) for key in transform.out_keys],
-        [key for key in made if key in kept or not key_parts(key)[-1].startswith("_")],
+        [key for key in made if key in kept or key_parts(key)[0] == "next" or not is_private(key)],
     )
 
 

@@ -59,12 +59,12 @@ class DataParallel:
             )
         self._compared = len(parameters)
         fewest, most = int(elements.min()), int(minibatches.max())
-        if fewest < most:
+        if fewest < most and torch.equal(elements, frames):
             raise ValueError(
-                f"One rank has {most} minibatches, and another only {fewest} elements. Collect "
+                f"One rank has {most} minibatches, and another only {fewest} frames. Collect "
                 "about as many frames on each rank."
             )
-        return own, int(frames.sum()), most
+        return own, int(frames.sum()), min(fewest, most)  # a rank may have few sequences
 
     def average_gradients(
         self, parameters: Sequence[Tensor], weight: float, numbers: Tensor

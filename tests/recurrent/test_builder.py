@@ -193,3 +193,24 @@ def test_a_critic_before_the_actor_is_called_on_tensors_too():
     expected = collect("CartPole-v1", networks.policy)
     assert {*batch.keys(True, True)} == {*expected.keys(True, True)}
     torch.testing.assert_close(batch["state_value"], expected["state_value"])
+
+
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+def test_states_whose_names_begin_with_an_underscore(kind: type):
+    """Collectors carry them, and leave them out of the batch, as torchrl's do."""
+    found = []
+    for name in ("_state", "state"):
+        torch.manual_seed(0)
+        states = [f"{name}_{i}" for i in range(2 if kind is LSTMModule else 1)]
+        keys = ["observation", *states, "is_init"], ["y", *(("next", x) for x in states)]
+        memory = kind(input_size=4, hidden_size=4, in_keys=keys[0], out_keys=keys[1])
+        head = TensorDictModule(nn.Linear(4, 2), ["y"], ["logits"])
+        actor = actor_of(TensorDictSequential(memory, head), torch.distributions.Categorical)
+        batch = collect("CartPole-v1", actor, categorical_action_encoding=True)
+        assert (states[0] in batch.keys()) == (name == "state")
+        given = {x: torch.ones(3, 1, 4) for x in states}
+        given |= {"observation": torch.ones(3, 4), "is_init": torch.zeros(3, 1, dtype=torch.bool)}
+        step = TensorActor(actor)(TensorDict(given, [3]))
+        found.append((batch["y"], step["y"], step["next", states[0]]))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -106,6 +106,17 @@ def test_a_row_whose_first_frame_is_masked_goes_on_with_its_first_valid_one(
     assert left_open(normalizer) == expected
 
 
+def test_a_masked_frame_is_a_step_with_a_reward_of_0():
+    normalizer = RewardNormalizer(gamma=0.5)
+    normalizer(make_batch([[8.0]], ids=[[0]]))
+    for mask in ([False, True, True], [True, False, True]):
+        batch = make_batch([[0.0, 0.0, 1.0]], ids=[[0] * 3])
+        batch[MASK] = torch.tensor([mask])
+        before = left_open(normalizer)[0][0]
+        normalizer(batch)
+        assert left_open(normalizer) == {0: [before / 8 + 1.0]}
+
+
 @given(rollout=rollouts())
 def test_split_trajectories_give_the_same_statistics(rollout):
     split = split_trajectories(rollout.clone(), trajectory_key=IDS, done_key=DONE)

@@ -85,6 +85,7 @@ def on_rank(rank: int) -> dict[str, Any]:
     with pytest.raises(TypeError, match="averages gradients over the ranks itself"):
         TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
     found["errors"] = errors_on(rank, share)
+    found["of sequences"] = minibatches_of_sequences(rank)
     # two ranks that have compared their parameters, of which one is recreated
     update = make_update()
     update(share)
@@ -127,6 +128,19 @@ def test_a_rank_that_is_recreated_goes_on_with_the_other(results: Any):
 
 def test_a_rank_may_validate_alone(results: Any):
     assert results[0]["validated"].startswith("PPOUpdate(")
+
+
+def minibatches_of_sequences(rank: int) -> float:
+    """Train on 16 frames in 2 sequences, on the other rank in 4; a minibatch has 4 frames."""
+    batch = make_minibatch(make_actor("categorical"), 2, 8)
+    batch["next", "done"] = torch.zeros(2, 8, 1, dtype=torch.bool)
+    batch["next", "done"][:, 3] = rank == 1
+    update = make_update(batcher=SequenceBatcher(8, cut_keys=()), minibatch_size=4, epochs=1)
+    return update(batch)["steps"]
+
+
+def test_all_ranks_have_as_many_minibatches_as_one_has_sequences(results: Any):
+    assert [found["of sequences"] for found in results] == [2, 2]
 
 
 # -- errors --------------------------------------------------------------------------------

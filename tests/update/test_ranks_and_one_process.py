@@ -143,7 +143,8 @@ def train_in_one_process(case: dict[str, Any]) -> dict[str, Any]:
         ended = whole["next", "done"].sum().item()
         if recurrent:
             sequences = [blocks["batcher"](part) for part in of_ranks]
-            most = max(-(-len(x) // (32 // SEQ_LEN)) for x in sequences)
+            most = max(-(-x.numel() // 32) for x in of_ranks)
+            most = min(most, *map(len, sequences))
             # an advantage that the loss normalizes is normalized over sequences of any length
             parts = [list(blocks["batcher"].minibatches(x, most, shuffle=False)) for x in sequences]
         else:

@@ -9,7 +9,7 @@ are right.
 
 .. code-block:: bash
 
-    python tutorials/recurrent_ppo.py           # about two minutes
+    python tutorials/recurrent_ppo.py           # about one minute
     python tutorials/recurrent_ppo.py --quick   # a few seconds
 """
 
@@ -86,9 +86,24 @@ class CueEnv(gym.Env):
 # it runs over sequences, from the state that was stored at their first step.
 # ``"is_init"`` tells it where an episode starts.
 #
-# Policy and critic have an LSTM each. ``policy`` runs both, so that both states are
-# stored; the loss takes ``actor`` and ``value``, and GAE takes ``critic``.
-networks = actor_critic(CueEnv(), (CELLS,), memory="lstm", memory_size=CELLS)
+# Policy and critic share the LSTM, and the critic's loss trains it, too
+# (``detach_critic=False``): what the value of a step depends on is what must be kept.
+# ``policy`` collects, the loss takes ``actor`` and ``value``, and GAE takes ``critic``.
+
+
+def make_networks() -> Any:
+    """Return policy, actor, value head and critic with a memory."""
+    return actor_critic(
+        CueEnv(),
+        hidden=(),
+        memory="lstm",
+        memory_size=CELLS,
+        shared=True,
+        detach_critic=False,
+    )
+
+
+networks = make_networks()
 print([key for key in networks.policy.in_keys if "state" in key])
 
 # %%
@@ -117,9 +132,7 @@ def train(remembers: bool) -> list[dict[str, float]]:
     """Train, print the share of right decisions, and return the statistics."""
     torch.manual_seed(SEED)
     if remembers:
-        policy, actor, value, critic = actor_critic(
-            CueEnv(), (CELLS,), memory="lstm", memory_size=CELLS
-        )
+        policy, actor, value, critic = make_networks()
     else:
         actor, critic = actor_critic(CueEnv(), (CELLS, CELLS))
         policy, value = actor, critic

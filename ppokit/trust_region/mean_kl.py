@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ppokit._batch import get_tensor, key_parts
 from ppokit.distributed import meeting_device, resolve_group, sum_over_ranks
+from ppokit.functional import _checks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,7 +62,9 @@ def sums_over_ranks(
         frames = values.new_full((), weight)
     else:
         frames = torch.ones_like(values) if weight is None else torch.as_tensor(weight).to(values)
-    if frames.shape != values.shape or (frames.is_cpu and not (frames >= 0).all()):
+    if frames.shape != values.shape or (
+        _checks.reads_are_free(frames.device) and not (frames >= 0).all()
+    ):
         raise _bad_weight(values, weight)
     # The KL of no frames is often NaN.
     weighted = (values * frames).masked_fill(frames == 0, 0.0).sum()

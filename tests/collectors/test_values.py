@@ -87,10 +87,11 @@ def test_a_shared_encoder_sees_each_observation_once(hooked: bool):
     if hooked:
         actor.register_forward_hook(lambda *_: None)
     with collector_of(Wander, actor, value_network=critic) as collector:
+        collector.set_seed(0)
         batch = collector.rollout()
     done, terminated = batch["next", "done"], batch["next", "terminated"]
     alone = 2 + int((done & ~terminated)[:, :-1].sum()) - int(terminated[:, -1].sum())
-    assert rows == [2] * 8 + [16] * hooked + [alone]
+    assert rows == [2] * 8 + [16] * hooked + [alone] * (alone > 0)
     assert not [key for key in batch.keys(True) if str(key).startswith("_")]
 
 

@@ -453,6 +453,7 @@ class Tasks(DualClipPPOLoss):
         return losses
 
 
+@pytest.mark.slow
 def test_kinds_of_minibatches_in_turn_have_a_graph_each():
     """They do not count as code that changes in each call."""
     kinds = [minibatch() for _ in range(5)]
@@ -470,7 +471,7 @@ def test_kinds_of_minibatches_in_turn_have_a_graph_each():
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [slow(False), True])
 def test_a_lazily_stacked_minibatch_is_compiled(first: bool):
     steps = [make_step(compile=compile) for compile in (EAGER, False)]
     frames = [minibatch() for _ in range(4)]
@@ -483,6 +484,7 @@ def test_a_lazily_stacked_minibatch_is_compiled(first: bool):
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_captures_that_are_interrupted_are_made_again():
     """Five of them do not count as captures that do not fit."""
     interrupts = [True]
@@ -503,6 +505,7 @@ def test_captures_that_are_interrupted_are_made_again():
     assert repr(step).endswith("compiled)")
 
 
+@pytest.mark.slow
 def test_steps_that_are_skipped_after_a_thaw_do_not_end_compiling():
     loss = make_loss()
     thawed = [*loss.critic_network.parameters()]

@@ -39,8 +39,8 @@ def read_run(run: Run) -> list[dict[str, float]]:
     """
     if isinstance(run, str | os.PathLike):
         return _read_log(Path(run))
-    given = [*run] if isinstance(run, Iterable) else []
-    if not (isinstance(run, Iterable) and all(isinstance(row, Mapping) for row in given)):
+    given = [*run] if isinstance(run, Iterable) else [run]
+    if not all(isinstance(row, Mapping) for row in given):
         raise TypeError(
             "A run is a sequence of the dictionaries that PPOUpdate returned, or the folder of a "
             f"log; got {type(run).__name__}."

@@ -134,11 +134,11 @@ class CollectorPolicy:
             found = None if self._function is None else self._function(observed | memory)
         except RuntimeError:
             if self._function is self._compiled:  # an error of the policy itself is explained
-                self._call_on_tensordict(observed | memory)
+                self._call_on_tensordict(observed, memory)
             raise
         if found is None:
             self._function = None  # also if no graph could be captured
-            found = self._call_on_tensordict(observed | memory)
+            found = self._call_on_tensordict(observed, memory)
         transformed, written = found[:2]
         if memory:
             self._carry(memory, written)
@@ -156,10 +156,8 @@ class CollectorPolicy:
         """The entries of a recurrent policy before a step: its states, and episode starts."""
         return {**self._states, IS_INIT: self._is_init} if self._tracks_init else {}
 
-    def _call_on_tensordict(self, given: Entries) -> tuple[Entries, Entries]:
+    def _call_on_tensordict(self, observed: Entries, memory: Entries) -> tuple[Entries, Entries]:
         """Return what transform and policy write."""
-        memory = {key: given[key] for key in self._memory}
-        observed = {key: x for key, x in given.items() if key not in memory}
         step = TensorDict(cast("Any", observed), self._batch_size, device=self._device)
         others = self._flags | memory
         return call_on_tensordict(self._policy, self._transform, step, others)

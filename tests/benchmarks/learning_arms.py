@@ -277,6 +277,16 @@ def train(
     return {"evaluations": evaluations, "training": training, "final": final}
 
 
+def training_curve(contender: Any, frames: int, every: int) -> dict[str, Any]:
+    """Train for so many frames; return the curve of every so many batches, and its end."""
+    training = [
+        (so_far, float(np.mean(returns)))
+        for number, (so_far, returns) in enumerate(contender.batches(), 1)
+        if (number % every == 0 or so_far >= frames) and returns
+    ]
+    return {"training": training, "final": [training[-1][1]]}
+
+
 def frames_per_second(contender: Any, seconds: float, warm_up: int = 3) -> dict[str, Any]:
     """Return frames per second after a warm-up, of so many batches at the least."""
     warm, started = -1, time.perf_counter()

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from tests.benchmarks import learning_arms
 from tests.benchmarks.curves import interval, iqm, iqm_and_interval, iqm_text
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.learning import speed_table
-from tests.benchmarks.learning_arms import frames_per_second
+from tests.benchmarks.learning_arms import frames_per_second, training_curve
 from tests.benchmarks.mujoco_record import Groups, Job, Record, curves, final, rounds
 from tests.benchmarks.report import Benchmark, commit
 from tests.benchmarks.runs import CORES
@@ -136,12 +135,7 @@ def run(
     if seconds is not None:
         return started | frames_per_second(contender, seconds, WARM_UP)
     every = max(1, total // (ENVS * STEPS * POINTS))
-    training = [
-        (frames, float(np.mean(returns)))
-        for number, (frames, returns) in enumerate(contender.batches(), 1)
-        if (number % every == 0 or frames >= total) and returns
-    ]
-    return started | {"training": training, "final": [training[-1][1]]}
+    return started | training_curve(contender, total, every)
 
 
 def score_table(groups: Groups) -> str:
@@ -162,9 +156,10 @@ def speed_section(speeds: Groups) -> str:
     if not speeds:
         return ""
     arms = [arm for arm in ARMS if all(arm in runs for runs in speeds.values())]
-    return f"""Frames a second of the same assemblies, collecting and training, on one thread with
-nothing else running, the arms in turn: median (lowest to highest) of the rounds; the ratio of the
-medians:
+    commits = {run.commit for found in speeds.values() for runs in found.values() for run in runs}
+    return f"""Frames a second of the same assemblies at commit {", ".join(sorted(commits))},
+collecting and training, on one thread with nothing else running, the arms in turn: median (lowest
+to highest) of the rounds; the ratio of the medians:
 
 {speed_table(speeds, arms)}"""
 

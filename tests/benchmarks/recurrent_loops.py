@@ -13,7 +13,6 @@ from types import SimpleNamespace as Task
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 
 import ppokit
@@ -22,7 +21,7 @@ from tests.benchmarks import learning_arms
 from tests.benchmarks.curves import interval, iqm, iqm_and_interval, iqm_text
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.learning import speed_table
-from tests.benchmarks.learning_arms import frames_per_second
+from tests.benchmarks.learning_arms import frames_per_second, training_curve
 from tests.benchmarks.mujoco_record import Groups, Job, Record, curves, final, rounds
 from tests.benchmarks.report import Benchmark, commit
 from tests.benchmarks.runs import CORES
@@ -154,12 +153,7 @@ def run(
     if seconds is not None:
         return started | frames_per_second(contender, seconds)
     every = max(1, settings.frames // (ENVS * settings.steps * POINTS))
-    training = [
-        (frames, float(np.mean(returns)))
-        for number, (frames, returns) in enumerate(contender.batches(), 1)
-        if (number % every == 0 or frames >= settings.frames) and returns
-    ]
-    return started | {"training": training, "final": [training[-1][1]]}
+    return started | training_curve(contender, settings.frames, every)
 
 
 def score_table(groups: Groups) -> str:

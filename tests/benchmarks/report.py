@@ -77,8 +77,11 @@ class Benchmark:
     def write_page(self, text: str) -> None:
         """Write the Markdown page, with the command and the machine, and print it."""
         command = f"Made by `python -m tests.benchmarks.{self.name}`."
-        text = f"{text.rstrip()}\n\n{command}{self._turns} {self.machine}\n"
-        self.file("md").write_text(text)
+        foot, page = f"{command}{self._turns} {self.machine}\n", self.file("md")
+        if getattr(self.options, "pages", False) and page.exists():  # nothing was measured here
+            foot = command + page.read_text().rpartition(command)[2]
+        text = f"{text.rstrip()}\n\n{foot}"
+        page.write_text(text)
         print(f"{self.file('md')}\n\n{text}")
 
 

@@ -423,6 +423,7 @@ def test_an_environment_that_makes_torch_forget_its_graphs(monkeypatch: pytest.M
             return super().step(action)
 
     collector = called_in_a_graph(policy, partial(Forgets, actions="discrete"))
+    batch = collector.rollout()
     while steps[0] < 75:
         batch = collector.rollout()
     with torch.no_grad():

@@ -337,8 +337,14 @@ def breaks_graphs(*networks: nn.Module | None) -> bool:
     torch captures no ``nn.LSTM`` or ``nn.GRU``, and torchrl's default backend splits episodes by
     the values of the data. The backends "scan" and "triton" can be captured.
     """
-    modules = [m for net in networks if isinstance(net, nn.Module) for m in net.modules()]
-    return any(getattr(part, "recurrent_backend", None) in ("pad", "auto") for part in modules)
+    for module in networks:
+        if module is None or (hasattr(module, "graph_weights") and module.graph_weights):
+            continue
+        if getattr(module, "recurrent_backend", None) in ("pad", "auto"):
+            return True
+        if breaks_graphs(*module.children()):
+            return True
+    return False
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:

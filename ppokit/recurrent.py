@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -20,16 +20,24 @@ from ppokit import kernels
 from ppokit._batch import STATE_FIX, get_tensor, valid_mask
 from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
+from ppokit.kernels.operator import run_lstm
+
+_Module = TorchRLLSTMModule | TorchRLGRUModule
 
 
 class _Unsplit(WholeState):
+    #: the network's, in the graph of a training step: Dynamo looks at no ``nn.LSTM``
+    graph_weights: Sequence[Tensor] = ()
+
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
     ) -> TensorDictBase:
         """Write the output and the states after each run into the TensorDict, and return it."""
-        module, parent = cast(Any, self), cast(Any, super()).forward
+        module, parent = cast("_Module", self), cast(Any, super()).forward
         backend = module.recurrent_backend
+        if module.recurrent_mode and self.graph_weights:
+            return _run_in_graph(module, self.graph_weights, tensordict)
         # The other backends are in the graphs that torchrl captures.
         if module.recurrent_mode and (
             backend == "pad" or (backend == "auto" and not is_dynamo_compiling())
@@ -127,7 +135,28 @@ class GRUModule(_Unsplit, TorchRLGRUModule):
     """
 
 
-def _check_step(module: Any, tensordict: TensorDictBase) -> None:
+def is_memory(module: nn.Module) -> TypeGuard[_Module]:
+    """Return whether a module is an LSTMModule or a GRUModule of this file."""
+    return isinstance(module, _Unsplit)
+
+
+def no_graph_of(module: _Module, amp_dtype: torch.dtype | None) -> str | None:
+    """Return why the graph of a training step cannot hold a recurrent module, or None."""
+    network = module.lstm if isinstance(module, TorchRLLSTMModule) else module.gru
+    if type(network) is not nn.LSTM or network.num_layers > 1 or network.bidirectional:
+        return "is no nn.LSTM of one layer, the one that a graph can hold"
+    if not network.bias or network.proj_size or not torch.backends.mkldnn.is_available():
+        return "has no biases, or proj_size, or torch has no oneDNN"
+    weights, backend = [*module.parameters()], module.recurrent_backend
+    if backend not in ("pad", "auto") or not all(p.requires_grad for p in weights):
+        return f"has frozen weights, or recurrent_backend={backend!r}"
+    if amp_dtype is not None or torch.is_autocast_enabled("cpu"):
+        return "is in mixed precision"
+    is_plain = all(p.is_cpu and p.dtype is torch.float32 for p in weights)
+    return None if is_plain else "is not in float32 on the CPU"
+
+
+def _check_step(module: _Module, tensordict: TensorDictBase) -> None:
     """Raise a KeyError without "is_init"; warn where a step within an episode has no state."""
     if is_dynamo_compiling() or kernels.in_function_transform():
         return
@@ -147,9 +176,28 @@ def _check_step(module: Any, tensordict: TensorDictBase) -> None:
         )
 
 
+def _run_in_graph(
+    module: _Module, weights: Sequence[Tensor], tensordict: TensorDictBase
+) -> TensorDictBase:
+    """Write the output as :func:`_run` does, by an operator of a graph, and no states."""
+    x, is_init, real, states = _read(module, tensordict, valid_mask(tensordict))
+    states = states or [x.new_zeros(*x.shape[:2], 1, weights[1].shape[1])] * 2
+    if real is not None:
+        x = x.masked_fill(~real.unsqueeze(-1), 0)
+    steps_first = (y.transpose(0, 1) for y in (x, is_init, *(z.squeeze(2) for z in states)))
+    output = run_lstm(*steps_first, *weights)[0].transpose(0, 1)
+    if real is not None:
+        output = output.masked_fill(~real.unsqueeze(-1), 0)
+    key, *others = module.out_keys
+    for other in others:  # whoever reads one misses it, and the step is made eagerly
+        if other in tensordict.keys(True):
+            tensordict.del_(other)
+    return tensordict.set(key, output)
+
+
 @torch.compiler.disable
 def _run(
-    module: Any, tensordict: TensorDictBase, parent: Callable[[TensorDictBase], TensorDictBase]
+    module: _Module, tensordict: TensorDictBase, parent: Callable[[TensorDictBase], TensorDictBase]
 ) -> TensorDictBase:
     """Write output and states for a TensorDict ``[*B, T]``, eagerly, or let the parent do it."""
     network: nn.RNNBase = module.lstm if isinstance(module, TorchRLLSTMModule) else module.gru
@@ -161,29 +209,45 @@ def _run(
     is_batch = shape and isinstance(tensordict.get(module.in_keys[0], None), Tensor)
     if not (is_batch and is_plain) or len(is_missing) > 1 or kernels.in_function_transform():
         return parent(tensordict)
-    steps = shape[-1]
-    is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
-    check_bool("is_init", is_init)
-    if is_init.shape not in (shape, (*shape, 1)):
-        raise ValueError(
-            f"'is_init' has shape {list(is_init.shape)}; it is one flag for each frame of "
-            f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
-        )
-    is_init = is_init.reshape(-1, steps)
-    mask, real = valid_mask(tensordict), None
-    if mask is not None and not mask.all():
-        # The frames after the last valid frame of a row are padding.
-        real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
-        is_init = is_init & real
-    entries = (tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict)
-    rows = shape[:-1].numel()
-    x, *states = (entry.reshape(rows, steps, *entry.shape[len(shape) :]) for entry in entries)
-    states = [state.to(x.dtype) for state in states]
+    mask = valid_mask(tensordict)
+    x, is_init, real, states = _read(
+        module, tensordict, None if mask is None or mask.all() else mask
+    )
     knows_states = real is None or not real.any()
     if (knows_states or torch.is_grad_enabled()) and not is_init[:, 1:].any():
         found = _run_rows(network, x, [state[:, 0] for state in states], real)
     else:
         found = _run_packed(network, x, states, is_init, real)
+    return _write(module, tensordict, found)
+
+
+def _read(
+    module: _Module, tensordict: TensorDictBase, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    """Return input, episode starts, frames that are no padding or None, and states ``[N, T]``."""
+    is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
+    entries = [tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict]
+    # Sizes of a TensorDict are constants of a graph; those of its entries are not.
+    shape = entries[0].shape[:-1] if is_dynamo_compiling() else tensordict.batch_size
+    check_bool("is_init", is_init)
+    if (is_init.squeeze(-1) if is_init.ndim > len(shape) else is_init).shape != shape:
+        raise ValueError(
+            f"'is_init' has shape {list(is_init.shape)}; it is one flag for each frame of "
+            f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
+        )
+    rows, steps = shape[:-1].numel(), shape[-1]
+    is_init, real = is_init.reshape(rows, steps), None
+    if mask is not None:
+        # The frames after the last valid frame of a row are padding.
+        real = mask.reshape(rows, steps).flip(1).cummax(1).values.flip(1)
+        is_init = is_init & real
+    x, *states = (entry.reshape(rows, steps, *entry.shape[len(shape) :]) for entry in entries)
+    return x, is_init, real, [state.to(x.dtype) for state in states]
+
+
+def _write(module: _Module, tensordict: TensorDictBase, found: Sequence[Tensor]) -> TensorDictBase:
+    """Write output and states ``[N, T, ...]`` into the TensorDict ``[*B, T]``, and return it."""
+    shape = tensordict.batch_size
     for key, made in zip(module.out_keys, found, strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict

@@ -7,6 +7,8 @@ torch on other devices and without a compiler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,3 +108,140 @@ _library.impl("linear_scan", _run, "CompositeExplicitAutograd")
 # register_fake does the same and searches the sources of all modules: 50 ms at import.
 _library.impl("linear_scan", lambda x, *_: x.new_empty(x.shape), "Meta")
 torch.library.register_autograd("ppokit::linear_scan", _backward, setup_context=_keep)
+
+
+# -- an LSTM ---------------------------------------------------------------------------
+
+_library.define(
+    "lstm(Tensor x, Tensor starts, Tensor h, Tensor c, Tensor[] weights)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "lstm_backward(Tensor grad, Tensor x, Tensor starts, Tensor h, Tensor c, Tensor[] weights, "
+    "Tensor y, Tensor cells, Tensor space) -> Tensor[]"
+)
+_LSTM = 2  # torch's number of this kind of network
+
+
+@torch.compiler.allow_in_graph  # Dynamo would lose the gradient under torch.func
+def run_lstm(x: Tensor, starts: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> list[Tensor]:
+    """Return the output ``[T, N, H]`` of torch's LSTM of one layer, and what its gradient needs.
+
+    oneDNN computes both, in float32 on the CPU.
+
+    Args:
+        x: ``[T, N, I]``.
+        starts: where a row begins anew from its stored states, bool ``[T, N]``.
+        h: stored states ``[T, N, H]``, of which those of the first step and of starts are read.
+        c: likewise.
+        weights: those of :class:`torch.nn.LSTM`, with biases.
+    """
+    return _Differentiable.apply(x, starts, h, c, *weights)  # with a size that torch has to know
+
+
+class _Differentiable(torch.autograd.Function):  # what is registered torch.func does not use
+    @staticmethod
+    def forward(*args: Tensor) -> list[Tensor]:
+        return torch.ops.ppokit.lstm(*args[:4], args[4:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs, *output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, w_ih, w_hh, b_ih, b_hh, y, cells, space = ctx.saved_tensors
+        weights = [w_ih, w_hh, b_ih, b_hh]
+        grad_x, *others = torch.ops.ppokit.lstm_backward(
+            grads[0], *inputs, weights, y, cells, space
+        )
+        return grad_x, None, *others
+
+
+def _pieces(starts: Tensor) -> list[tuple[int, int]]:
+    """Return the first step and the end of each piece of the rows within which none starts."""
+    inner = starts[1:].any(1).nonzero().flatten().add(1).tolist()
+    return [*pairwise((0, *inner, len(starts)))]
+
+
+def _first(begin: int, starts: Tensor, stored: Tensor, made: Tensor) -> Tensor:
+    """Return the state ``[N, H]`` before a piece: the one made a step before, or the stored one."""
+    if not begin:
+        return stored[0].contiguous()
+    return torch.where(starts[begin].unsqueeze(-1), stored[begin], made[begin - 1])
+
+
+def _run_piece(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return output, last states, and the workspace, which oneDNN makes for gradients only."""
+    options = False, [], _LSTM, h.shape[-1], 1, True, False, False, True
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer(x.contiguous(), *weights, h, c, *options)
+
+
+def _run_lstm(
+    x: Tensor, starts: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the cells after each piece, and the workspace if there is one piece."""
+    pieces = _pieces(starts)
+    y, cells, space = x.new_empty(h.shape), x.new_zeros(h.shape), x
+    for begin, end in pieces:
+        first = _first(begin, starts, h, y), _first(begin, starts, c, cells)
+        y[begin:end], _, cells[end - 1], space = _run_piece(x[begin:end], *first, weights)
+    return y, cells, space if len(pieces) == 1 else space.new_empty(0)
+
+
+def _lstm_gradients(
+    grad: Tensor,
+    x: Tensor,
+    starts: Tensor,
+    h: Tensor,
+    c: Tensor,
+    weights: Sequence[Tensor],
+    y: Tensor,
+    cells: Tensor,
+    space: Tensor,
+) -> list[Tensor]:
+    """Return the gradients of input, stored states and weights."""
+    pieces, after = _pieces(starts), [torch.zeros_like(y[0])] * 2  # gradients of later pieces
+    of_x, *of_states, w_ih, w_hh, b_ih, b_hh = (torch.zeros(z.shape) for z in (x, h, c, *weights))
+    options = False, _LSTM, h.shape[-1], 1, True, True, False, [], False
+    for begin, end in reversed(pieces):
+        part, last = slice(begin, end), end - 1
+        first = _first(begin, starts, h, y), _first(begin, starts, c, cells)
+        if len(pieces) > 1:
+            space = _run_piece(x[part], *first, weights)[-1]
+        states = *first, y[part], y[last], cells[last]
+        of_x[part], *found, to_h, to_c = torch.ops.aten.mkldnn_rnn_layer_backward(
+            x[part].contiguous(),
+            *weights,
+            *states,
+            grad[part].contiguous(),
+            *after,
+            *options,
+            space,
+        )
+        for total, z in zip((w_ih, w_hh, b_ih, b_hh), found, strict=True):
+            total += z
+        is_start = (starts[begin] | (begin == 0)).unsqueeze(-1)
+        for total, z in zip(of_states, (to_h, to_c), strict=True):
+            total[begin] = torch.where(is_start, z, 0)
+        after = [torch.where(is_start, 0, z) for z in (to_h, to_c)]
+    return [of_x, *of_states, w_ih, w_hh, b_ih, b_hh]
+
+
+_library.impl("lstm", _run_lstm, "CPU")
+_library.impl("lstm_backward", _lstm_gradients, "CPU")
+
+
+@torch.library.register_fake("ppokit::lstm", lib=_library)
+def _(x: Tensor, starts: Tensor, h: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(h.shape), x.new_empty(h.shape), x.new_empty(size, dtype=torch.uint8)
+
+
+@torch.library.register_fake("ppokit::lstm_backward", lib=_library)
+def _(
+    grad: Tensor, x: Tensor, starts: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], *_: Tensor
+) -> list[Tensor]:
+    return [z.new_empty(z.shape) for z in (x, h, c, *weights)]

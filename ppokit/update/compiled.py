@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ppokit._batch import Options, State, StateDict, is_functional
 from ppokit._calls import are_same, attributes_of, have_hooks, hooks_in, modules_of, parameters_of
 from ppokit._compiling import REST, Budget, Compiled, CompiledFunction, NoGraphError, layout_of
+from ppokit.recurrent import is_memory, no_graph_of
 from ppokit.update.cuda_graph import ReplayedStep
-from ppokit.update.graph import Outputs, Settings, Structure, graph_of
+from ppokit.update.graph import Memories, Outputs, Settings, Structure, graph_of
 from ppokit.update.optimizers import STATE, groups_of
 from ppokit.update.traces import TracedLosses, difference, trace_losses
 
@@ -138,7 +139,7 @@ class CompiledStep:
             return self._run_eagerly(reason)
         reasons = []
         for trained in [*self._trained]:
-            inputs = _inputs_of(request, parameters, trained)
+            inputs = _inputs_of(request, modules, parameters, trained)
             reasons.append(self._reason_to_rest(None if inputs is None else inputs.structure))
             # A look for a graph takes as long as some steps where it finds none.
             is_due = not self._has_missed or self._budget.calls % TRIES == 0
@@ -164,13 +165,14 @@ class CompiledStep:
                 request.settings(),
                 request.minibatch,
                 parameters,
+                _memories_of(modules, parameters),
                 [p for group in request.optimizer.param_groups for p in group["params"]],
             )
             if isinstance(traced, str):
                 self._doubt = traced
                 return None
             self._note_trained(traced.trained)
-            inputs = _inputs_of(request, parameters, traced.trained)
+            inputs = _inputs_of(request, modules, parameters, traced.trained)
             self._without_state = self._without_state + 1 if inputs is None else 0
             if inputs is None:  # an eager step raises, creates the state, or is skipped
                 if self._without_state > MOST_IN_A_ROW:
@@ -192,12 +194,16 @@ class CompiledStep:
         structure = inputs.structure
         graph = self._graphs.get((structure, True))
         is_full = graph is not None and graph.graphs >= MOST_STATIC
-        return structure, self._is_within and not (is_full and (structure, layout) not in self._own)
+        is_varied = structure.memories or (is_full and (structure, layout) not in self._own)
+        return structure, self._is_within and not is_varied
 
     def _given(self, request: Request, inputs: Inputs) -> tuple[Any, ...]:
         """Return the arguments of a graph."""
         minibatch = request.minibatch.contiguous() if self.replays else request.minibatch
-        return minibatch, *inputs.tensors, request.numbers, request.halted
+        numbers = request.numbers, request.halted
+        if inputs.structure.memories:
+            numbers = _of_static_shape(numbers)
+        return minibatch, *inputs.tensors, *numbers
 
     def _try(
         self,
@@ -261,7 +267,8 @@ class CompiledStep:
                     self._fits.clear()  # some may be of the graphs that were dropped
                 self._graphs[key] = CompiledFunction(
                     graph_of(request.loss, structure),
-                    self.options,
+                    # Sequences are of all sizes: one graph, from the first on.
+                    {**self.options, **({"dynamic": True} if structure.memories else {})},
                     what=f"the training step of {type(request.loss).__name__}",
                     on_cpu=request.halted.is_cpu,
                     static=is_static,
@@ -354,7 +361,21 @@ def _obstacle(
         return "a parameter is complex"
     if torch.is_anomaly_enabled():
         return "torch looks for anomalies"
+    for name, module in modules.items():
+        if is_memory(module) and (reason := no_graph_of(module, request.settings().amp_dtype)):
+            return f"{name} {reason}"
     return "Tensor.backward is replaced" if Tensor.backward is not _backward else None
+
+
+def _memories_of(
+    modules: Mapping[str, nn.Module], parameters: Sequence[tuple[tuple[str, ...], Tensor]]
+) -> Memories:
+    """Return the recurrent modules, and the places of their weights among the parameters."""
+    memories = {name: module for name, module in modules.items() if is_memory(module)}
+    if not memories:
+        return ()
+    places = {p: n for n, (_, p) in enumerate(parameters)}
+    return tuple((x, tuple(places[p] for p in m.parameters())) for x, m in memories.items())
 
 
 def _creates_state(request: Request) -> bool:
@@ -370,6 +391,7 @@ def _creates_state(request: Request) -> bool:
 
 def _inputs_of(
     request: Request,
+    modules: Mapping[str, nn.Module],
     trainable: Sequence[tuple[tuple[str, ...], Tensor]],
     trained: frozenset[str],
 ) -> Inputs | None:
@@ -394,6 +416,7 @@ def _inputs_of(
         tuple(names for names, _ in others),
         tuple(n for n, p in enumerate(parameters) if p.ndim == 0),
         tuple(map(places.index, places)) if is_shared else (),
+        _memories_of(modules, [*chosen, *others]),
         groups,
         settings,
     )
@@ -401,4 +424,16 @@ def _inputs_of(
     values = [p.detach() if p.ndim else p.detach().view(1) for p in parameters]
     state = [[x[kind] if x[kind].ndim else x[kind].view(1) for x in states] for kind in STATE]
     tensors = values, [p.detach() for _, p in others], state if states else []
+    if structure.memories:
+        values, fixed, state = tensors
+        tensors = (
+            _of_static_shape(values),
+            _of_static_shape(fixed),
+            [*map(_of_static_shape, state)],
+        )
     return Inputs(structure, parameters, tensors)
+
+
+def _of_static_shape(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors whose sizes a graph does not take for those of a minibatch that are equal."""
+    return [nn.Parameter(x, requires_grad=False) for x in tensors]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
+from torch.overrides import TorchFunctionMode
 
 from ppokit.functional._checks import at_least_float32
 from ppokit.update.checks import total_and_kls
@@ -31,6 +32,10 @@ class Settings(NamedTuple):
     returns_gradients: bool  #: and neither clips nor steps
 
 
+#: the name of each recurrent module, and the positions of its weights among the parameters
+Memories = tuple[tuple[str, tuple[int, ...]], ...]
+
+
 class Structure(NamedTuple):
     """The constants of a graph; another structure needs another graph."""
 
@@ -38,6 +43,7 @@ class Structure(NamedTuple):
     fixed: tuple[tuple[str, ...], ...]  #: places of parameters that have no gradient
     scalars: tuple[int, ...]  #: positions of trained parameters without dimensions
     shared: tuple[int, ...]  #: for each, the first in the same memory; empty if all have their own
+    memories: Memories  #: recurrent modules
     groups: tuple[Group, ...] | None  #: of an Adam in the graph; None if the optimizer is outside
     settings: Settings
 
@@ -75,21 +81,45 @@ class Outputs(NamedTuple):
         return self.outcome().as_tensordict()
 
 
+class _FlatLinear(TorchFunctionMode):
+    """Gives linear layers inputs of two dimensions: other sizes torch.func makes constants."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Tensor],
+        types: object,
+        args: Sequence[Tensor] = (),
+        kwargs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return what the function returns."""
+        if func is not nn.functional.linear or args[0].ndim < 3:
+            return func(*args, **(kwargs or {}))
+        x, *others = args
+        return func(x.flatten(0, -2), *others, **(kwargs or {})).unflatten(0, x.shape[:-1])
+
+
 class Holder(nn.Module):
     """Calls a loss. functional_call of torchrl's loss modules themselves fails under Dynamo."""
 
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: nn.Module, memories: Memories) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss, self.memories = loss, memories
 
     def forward(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the losses of a minibatch."""
-        return self.loss(minibatch)
+        with _FlatLinear() if self.memories else nullcontext():
+            return self.loss(minibatch)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Give recurrent modules their weights among the tensors; none are taken away again."""
+        for name, places in self.memories:
+            module: Any = self.get_submodule(name)
+            module.graph_weights = tuple(tensors[n] for n in places) if tensors else ()
 
 
 def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
     """Return the function to capture."""
-    holder = Holder(loss)
+    holder = Holder(loss, structure.memories)
 
     @torch.compiler.assume_constant_result
     def constants() -> Structure:  # without guards, which each call would check
@@ -160,10 +190,14 @@ def differentiated(
 
     def scaled_loss(values: list[Tensor]) -> Any:
         values = [x.view(()) if n in structure.scalars else x for n, x in enumerate(values)]
-        given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
-        swapped = {name: x for x, names in given for name in names}
+        tensors, prefixes = [*values, *fixed], tuple(f"{name}." for name, _ in structure.memories)
+        given = zip(tensors, [*structure.names, *structure.fixed], strict=True)
+        all_names = ((name, x) for x, names in given for name in names)
+        swapped = {name: x for name, x in all_names if not name.startswith(prefixes)}
+        holder.give(tensors)
         run = lambda: functional_call(holder, swapped, (batch,), tie_weights=False)  # noqa: E731
         total, aux = total_loss(run, structure.settings, signature)
+        holder.give(())
         return total * scale, aux
 
     return grad_and_value(scaled_loss, has_aux=True)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from ppokit._compiling import Budget, Compiled, CompiledFunction, NoGraphError
 from ppokit.update.graph import (
     Holder,
+    Memories,
     Settings,
     Signature,
     Structure,
@@ -56,6 +57,7 @@ def trace_losses(
     settings: Settings,
     minibatch: TensorDictBase,
     parameters: Sequence[tuple[tuple[str, ...], Tensor]],
+    memories: Memories,
     held: Iterable[Tensor],
 ) -> TracedLosses | str:
     """Return the losses of a minibatch as autograd differentiates them, or why no graph can be.
@@ -65,14 +67,17 @@ def trace_losses(
         settings: the options of the step.
         minibatch: what the losses are of.
         parameters: the trainable parameters of the loss, each with its names.
+        memories: recurrent modules, and the places of their weights among the parameters.
         held: the parameters of the optimizer.
     """
     names, notes = {p: names[0] for names, p in parameters}, _Notes()
-    holder, trained, found = _MarkedHolder(loss), set[Tensor](), list[Any]()
+    holder, trained, found = _MarkedHolder(loss, memories), set[Tensor](), list[Any]()
 
-    def losses(minibatch: TensorDictBase) -> object:
+    def losses(minibatch: TensorDictBase, tensors: list[Tensor]) -> object:
         batch, signature = minibatch.copy(), Signature([], [], [], [])
+        holder.give(tensors)
         total, results = total_loss(lambda: holder(batch), settings, signature)
+        holder.give(())
         keys, others = list(minibatch.keys(True, True)), list(batch.keys(True, True))
         is_same = keys == others and all(batch.get(x) is minibatch.get(x) for x in keys)
         return notes.add(is_same, *map(tuple, signature)), total.view(*MARK), results
@@ -89,7 +94,8 @@ def trace_losses(
         results = {refs[x] for x in _results(graph) if isinstance(x, fx.Node) and x is not mark}
         found.extend((lines, refs[mark.all_input_nodes[0]], results))
 
-    if reason := _trace(losses, [minibatch], look):
+    given = [p for _, p in parameters] if memories else []
+    if reason := _trace(losses, [minibatch, given], look):
         return reason
     is_same, *keys = notes.last
     if not is_same:
@@ -114,7 +120,7 @@ def difference(
     A graph has other tensors in place of the parameters: ``values`` for trained ones, and
     ``fixed``.
     """
-    holder, notes, is_same = _MarkedHolder(loss), _Notes(), False
+    holder, notes, is_same = _MarkedHolder(loss, structure.memories), _Notes(), False
     pairs = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
     places = {x: names[0] for x, names in pairs}
 

@@ -67,7 +67,7 @@ class LSTMModule(_Unsplit, TorchRLLSTMModule):
 
     The parent's code runs with two directions, ``python_based=True``, ``recurrent_backend="scan"``
     or ``"triton"``, under ``vmap`` and outside the recurrent mode. ``torch.compile`` leaves the
-    module out of its graphs. Arguments, keys, parameters and ``state_dict`` are the parent's.
+    module out of its graphs, but :class:`~ppokit.TrainingStep` has one layer in its own. Arguments, keys, parameters and ``state_dict`` are the parent's.
 
     Args:
         *args: those of the parent.

@@ -71,7 +71,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     With ``compile=True``, loss, gradients, their norm and the clipping are one graph of
     ``torch.compile``; Adam and AdamW are a part of it on one process. Losses with
-    ``functional=True``, which is torchrl's default, and recurrent networks run eagerly.
+    ``functional=True``, which is torchrl's default, run eagerly, and so do recurrent networks other
+    than :class:`~ppokit.LSTMModule` of one layer in float32 on the CPU.
 
     Args:
         loss: a module that returns losses as ``"loss_*"``, each a scalar; they are summed.

@@ -48,6 +48,15 @@ def check_tensordict(batch: object, *, who: str) -> None:
         raise TypeError(f"{who} needs a TensorDict, got {type(batch).__name__}: pass {fix}.")
 
 
+def check_critic(network: object) -> None:
+    """Raise a TypeError for a network that does not say what it reads of a batch."""
+    if network is not None and not hasattr(network, "in_keys"):
+        raise TypeError(
+            f"The critic is a {type(network).__name__}, and has no in_keys. Wrap it: torchrl's "
+            "ValueOperator(network, in_keys=['observation'])."
+        )
+
+
 def takes_tensordict(forward: Method) -> Method:
     """Let a method that dispatches its arguments raise a TypeError for a dictionary."""
 

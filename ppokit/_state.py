@@ -237,7 +237,9 @@ _OPTIONS: dict[str, Checked] = dict.fromkeys(
 )
 _OPTIONS["betas"] = Checked(lambda x: 0 <= x < 1, "lie in [0, 1)")
 _OPTIONS["rho"] = Checked(lambda x: 0 <= x <= 1, "lie in [0, 1]")
-_OPTIONS["dampening"] = _OPTIONS["d"] = Checked(math.isfinite, "be finite")
+_OPTIONS["dampening"] = Checked(math.isfinite, "be finite")
+_OPTIONS["d"] = Checked(lambda x: 1 <= x < math.inf, "lie in [1, inf)")
+_OPTIONS["beta2_decay"] = Checked(lambda x: -math.inf < x <= 0, "lie in (-inf, 0]")
 _OPTIONS["etas"] = _OPTIONS["step_sizes"] = Checked(lambda x: 0 < x < math.inf, "be positive")
 
 

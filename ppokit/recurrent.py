@@ -17,7 +17,7 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit import kernels
-from ppokit._batch import STATE_FIX, get_tensor, valid_mask
+from ppokit._batch import STATE_FIX, get_tensor, takes_tensordict, valid_mask
 from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
 from ppokit.kernels.operator import run_lstm
@@ -29,6 +29,7 @@ class _Unsplit(WholeState):
     #: the network's, in the graph of a training step: Dynamo looks at no ``nn.LSTM``
     graph_weights: Sequence[Tensor] = ()
 
+    @takes_tensordict
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -67,7 +68,8 @@ class LSTMModule(_Unsplit, TorchRLLSTMModule):
 
     The parent's code runs with two directions, ``python_based=True``, ``recurrent_backend="scan"``
     or ``"triton"``, under ``vmap`` and outside the recurrent mode. ``torch.compile`` leaves the
-    module out of its graphs, but :class:`~ppokit.TrainingStep` has one layer in its own. Arguments, keys, parameters and ``state_dict`` are the parent's.
+    module out of its graphs, but :class:`~ppokit.TrainingStep` has one layer in its own. Arguments,
+    keys, parameters and ``state_dict`` are the parent's.
 
     Args:
         *args: those of the parent.

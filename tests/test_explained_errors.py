@@ -24,6 +24,16 @@ from ppokit import (
 from ppokit.networks import actor_critic
 
 
+@pytest.mark.parametrize("block", ["loss", "gae"])
+def test_a_critic_that_does_not_say_what_it_reads(block: str):
+    actor, critic = actor_critic("CartPole-v1")[0], nn.Linear(4, 1)
+    with pytest.raises(TypeError, match=r"critic is a Linear, .*ValueOperator"):
+        if block == "loss":
+            DualClipPPOLoss(actor, critic)  # pyright: ignore[reportArgumentType]
+        else:
+            GAE(gamma=0.9, lmbda=0.9, value_network=critic)  # pyright: ignore[reportArgumentType]
+
+
 class Failing(nn.Module):
     """A layer whose own code fails inside of torch."""
 

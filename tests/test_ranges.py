@@ -22,12 +22,14 @@ from ppokit import (
     GymCollector,
     InterpSchedule,
     KLEarlyStopper,
+    LSTMModule,
     ObservationNormalizer,
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
     StepSchedule,
+    TensorActor,
     TrainingStep,
     diagnose,
     evaluate,
@@ -287,6 +289,15 @@ def test_numbers_of_numpy_are_numbers():
     assert step(make_minibatch(make_actor(), 8))["stepped"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("beta2_decay", math.nan), ("d", 0.5)])
+def test_numbers_that_adafactor_rejects_raise(name: str, value: float):
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.Adafactor(loss.parameters()))
+    step.optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=name):
+        step(make_minibatch(make_actor(), 8))
+
+
 @pytest.mark.parametrize("rho", [0.0, 1.0])
 def test_numbers_that_an_optimizer_accepts_pass(rho: float):
     loss = make_loss()
@@ -328,6 +339,8 @@ def test_a_dictionary_in_place_of_a_batch_is_named():
         "KLEarlyStopper": KLEarlyStopper(0.1).forward,
         "ParameterScheduler": ParameterScheduler({}),
         "ObservationNormalizer": ObservationNormalizer(4).update,
+        "TensorActor": TensorActor(make_actor()),
+        "LSTMModule": LSTMModule(4, 8, in_key="observation", out_key="embed"),
     }
     for name, block in blocks.items():
         with pytest.raises(TypeError, match=rf"{name} needs a TensorDict, got dict: .*batch_size="):

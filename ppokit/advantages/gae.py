@@ -20,6 +20,7 @@ from ppokit._batch import (
     TRAJ_KEY,
     State,
     as_key,
+    check_critic,
     check_flags,
     check_shapes,
     check_stored,
@@ -143,6 +144,7 @@ class GAE(WholeState, TorchRLGAE):
         **kwargs: Any,
     ) -> None:
         self.check_state({"gamma": gamma, "lmbda": lmbda})
+        check_critic(value_network)
         if not use_critic and (value_network is not None or lmbda != 1):
             raise ValueError(
                 "use_critic=False is the discounted reward-to-go: pass value_network=None and "

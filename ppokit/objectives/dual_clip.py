@@ -33,6 +33,7 @@ from ppokit._batch import (
     State,
     as_key,
     breaks_graphs,
+    check_critic,
     check_own_states,
     check_stored,
     check_trajectories,
@@ -192,6 +193,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
                 f"ProbabilisticActor; got {type(actor_network).__name__}. The order is "
                 "DualClipPPOLoss(actor, critic)."
             )
+        check_critic(critic_network)
         if critic_network is None:
             kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised
         # An integer would make a buffer that holds integers only.

@@ -11,7 +11,14 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._batch import Entries, Options, as_key, version_of, write_policy_version
+from ppokit._batch import (
+    Entries,
+    Options,
+    as_key,
+    check_tensordict,
+    version_of,
+    write_policy_version,
+)
 from ppokit.policies.compiled_policy import CompiledPolicy
 from ppokit.policies.tensor_policy import check_written, find_tensor_policy
 
@@ -71,6 +78,7 @@ class TensorActor(TensorDictModuleBase):
         Also ``"policy_version"``, if the actor has a buffer of that name (see
         :class:`~ppokit.PPOUpdate`). No gradient is computed.
         """
+        check_tensordict(tensordict, who="TensorActor")
         version = version_of(self.actor)
         is_random = exploration_type() is ExplorationType.RANDOM
         written = self._call(tensordict) if is_random else None

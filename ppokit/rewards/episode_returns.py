@@ -31,8 +31,7 @@ class EpisodeReturns:
     or ids differ, the earlier part of an episode is dropped.
     """
 
-    def __init__(self, raw_key: NestedKey | None) -> None:
-        self.raw_key = raw_key
+    def __init__(self) -> None:
         self._open: Tensor | None = None  # [N, 2]: return and length so far
         self._ids: Tensor | None = None
 
@@ -46,6 +45,7 @@ class EpisodeReturns:
         reward_key: NestedKey = "reward",
         done_key: NestedKey = "done",
         mask_key: NestedKey | None = MASK_KEY,
+        raw_key: NestedKey | None = None,
     ) -> dict[str, tuple[float, float]]:
         """Return sum and number of the returns and lengths of the episodes that end in the batch.
 
@@ -54,8 +54,8 @@ class EpisodeReturns:
         """
         *group, name = key_parts(reward_key)
         rewards = [("next", *group, f"raw_{name}"), ("next", *group, name), ("next", "reward")]
-        if self.raw_key is not None:
-            rewards.insert(0, self.raw_key)
+        if raw_key is not None:
+            rewards.insert(0, raw_key)
         ends = [("next", "done"), ("next", *key_parts(done_key))]
         reward, done = (
             next((x for key in keys if (x := get_if_any(batch, key)) is not None), None)

@@ -115,8 +115,6 @@ class SequenceMinibatches(ShuffledMinibatches):
     ) -> None:
         super().__init__(loss, shuffle=shuffle, generator=generator)
         self.batcher = batcher
-        alike = not getattr(loss, "normalize_advantage", False)
-        self._buckets = BUCKETS if alike else 1
 
     def count(self, batch: TensorDictBase) -> int:
         """Return how many sequences a batch has."""
@@ -139,7 +137,7 @@ class SequenceMinibatches(ShuffledMinibatches):
         minibatches = self.batcher.minibatches_with_lengths(
             elements,
             len(sizes),
-            buckets=self._buckets,
+            buckets=1 if getattr(self.loss, "normalize_advantage", False) else BUCKETS,
             shuffle=self.shuffle,
             generator=self.generator,
         )

@@ -167,9 +167,7 @@ class PPOUpdate:
             if batcher is None
             else SequenceMinibatches(batcher, step.loss, **options)
         )
-        self._episodes = EpisodeReturns(
-            None if reward_normalizer is None else reward_normalizer.raw_key
-        )
+        self._episodes = EpisodeReturns()
         self._finished: float | None = None
         self._names: tuple[str, ...] = ()  # of all means so far
         self._has_warned = False
@@ -361,8 +359,9 @@ class PPOUpdate:
         self.step.check_settings(waits=True)
         if self.advantage is not None:
             check_buffers(self.advantage)
-        if self.batcher is not self.minibatches.batcher:
-            raise ValueError("The batcher of the update was replaced: build another PPOUpdate.")
+        held = self.minibatches
+        if self.batcher is not held.batcher or self.step.loss is not held.loss:
+            raise ValueError("The update's batcher or loss was replaced: build another PPOUpdate.")
         check_time_is_last(batch, who="PPOUpdate")
         dim = getattr(self.advantage, "time_dim", None)
         if dim is not None and dim % batch.ndim != batch.ndim - 1:
@@ -409,15 +408,16 @@ class PPOUpdate:
         self, batch: TensorDictBase, outline: Outline
     ) -> tuple[TensorDictBase, Means, dict[str, float]]:
         """Return the elements to train on, and the statistics that are known before training."""
-        if self.reward_normalizer is not None:
-            batch = self.reward_normalizer(batch)
+        normalizer, raw_key = self.reward_normalizer, None
+        if normalizer is not None:
+            batch, raw_key = normalizer(batch), normalizer.raw_key
         settings = self._settings()
         mask_key, version = self.step.mask_key, self._version
         keys = {
             f"{name}_key": key_named(self.advantage, name, key_named(self.step.loss, name, name))
             for name in ("reward", "done")
         }
-        sums = self._episodes(batch, **keys, mask_key=mask_key)
+        sums = self._episodes(batch, **keys, mask_key=mask_key, raw_key=raw_key)
         if version is not None:
             sums |= policy_lag(version, batch, mask_key)
         elements = self._elements(batch)

@@ -281,6 +281,13 @@ def test_episodes_stay_with_their_trajectory_in_whatever_order_batches_come(orde
     assert len(lengths) == 2 * sum(order.count(worker) * 8 // 20 for worker in "AB")
 
 
+def test_a_normalizer_that_is_set_later_has_its_own_raw_reward():
+    update = plain_update()
+    update.reward_normalizer = RewardNormalizer(0.9, raw_key=("next", "mine"))
+    statistics = update(rollout([1.0] * 4, [0, 0, 0, 1]))
+    assert statistics["episode_return"] == statistics["episode_length"] == 4
+
+
 def test_episode_returns_of_several_agents_are_their_mean():
     reward = torch.tensor([[1.0, 3.0], [5.0, 7.0], [2.0, 4.0]]).view(1, 3, 2, 1)
     batch = rollout([0.0] * 3, [0, 1, 0])

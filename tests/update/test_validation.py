@@ -513,6 +513,15 @@ def test_an_entry_with_a_gradient_raises_before_the_first_step(key: str):
     assert update(batch.detach())["steps"] > 0
 
 
+def test_a_loss_that_was_replaced_raises():
+    """The minibatches would be masked, and their states burnt in, by the old one."""
+    update = ppo_update(make_loss(), minibatch_size=4)
+    other = make_loss()
+    update.step = TrainingStep(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="loss was replaced: build another PPOUpdate"):
+        update(make_minibatch(make_actor(), 12))
+
+
 @pytest.mark.parametrize("other", [None, SequenceBatcher(2)])
 def test_a_batcher_that_was_replaced_raises(other: Any):
     loss = make_loss()

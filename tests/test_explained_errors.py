@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -24,14 +24,12 @@ from ppokit import (
 from ppokit.networks import actor_critic
 
 
-@pytest.mark.parametrize("block", ["loss", "gae"])
-def test_a_critic_that_does_not_say_what_it_reads(block: str):
-    actor, critic = actor_critic("CartPole-v1")[0], nn.Linear(4, 1)
+def test_a_critic_that_does_not_say_what_it_reads():
+    actor, critic = actor_critic("CartPole-v1")[0], cast("Any", nn.Linear(4, 1))
     with pytest.raises(TypeError, match=r"critic is a Linear, .*ValueOperator"):
-        if block == "loss":
-            DualClipPPOLoss(actor, critic)  # pyright: ignore[reportArgumentType]
-        else:
-            GAE(gamma=0.9, lmbda=0.9, value_network=critic)  # pyright: ignore[reportArgumentType]
+        DualClipPPOLoss(actor, critic)
+    with pytest.raises(TypeError, match=r"critic is a Linear, .*ValueOperator"):
+        GAE(gamma=0.9, lmbda=0.9, value_network=critic)
 
 
 class Failing(nn.Module):

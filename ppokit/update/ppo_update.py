@@ -359,9 +359,9 @@ class PPOUpdate:
         self.step.check_settings(waits=True)
         if self.advantage is not None:
             check_buffers(self.advantage)
-        held = self.minibatches
-        if self.batcher is not held.batcher or self.step.loss is not held.loss:
-            raise ValueError("The update's batcher or loss was replaced: build another PPOUpdate.")
+        if self.batcher is not self.minibatches.batcher:
+            raise ValueError("The batcher of the update was replaced: build another PPOUpdate.")
+        self.minibatches.loss = self.step.loss  # step or loss may have been replaced
         check_time_is_last(batch, who="PPOUpdate")
         dim = getattr(self.advantage, "time_dim", None)
         if dim is not None and dim % batch.ndim != batch.ndim - 1:

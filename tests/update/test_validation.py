@@ -513,13 +513,24 @@ def test_an_entry_with_a_gradient_raises_before_the_first_step(key: str):
     assert update(batch.detach())["steps"] > 0
 
 
-def test_a_loss_that_was_replaced_raises():
-    """The minibatches would be masked, and their states burnt in, by the old one."""
-    update = ppo_update(make_loss(), minibatch_size=4)
-    other = make_loss()
-    update.step = TrainingStep(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="loss was replaced: build another PPOUpdate"):
-        update(make_minibatch(make_actor(), 12))
+def test_the_loss_of_a_step_that_was_replaced_burns_in():
+    """The policy has not changed since the batch was collected: a KL of 0."""
+    torch.manual_seed(0)
+    networks, others = (
+        actor_critic("CartPole-v1", (8,), memory="gru", memory_size=5) for _ in range(2)
+    )
+    steps = [make_recurrent_step(x) for x in (networks, others)]
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=others.critic)
+    batcher = SequenceBatcher(4, burn_in=3)
+    update = PPOUpdate(steps[0], advantage=gae, batcher=batcher, epochs=1, seed=0)
+    update.step = steps[1]
+    with GymCollector("CartPole-v1", others.policy, frames_per_batch=64, num_envs=2) as collector:
+        assert abs(update(collector.rollout())["first_kl"]) < 1e-6
+
+
+def make_recurrent_step(networks: Any) -> TrainingStep:
+    loss = DualClipPPOLoss(networks.actor, networks.value)
+    return TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=1e-3))
 
 
 @pytest.mark.parametrize("other", [None, SequenceBatcher(2)])

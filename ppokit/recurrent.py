@@ -1,25 +1,51 @@
-"""LSTMModule and GRUModule: torchrl's recurrent modules without splitting batches."""
+"""LSTMModule, GRUModule and TransformerModule: memories that run over whole batches."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from itertools import groupby
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import dispatch
+from tensordict.nn import TensorDictModuleBase, dispatch
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
+from torchrl.data import TensorSpec, Unbounded
+from torchrl.envs import TensorDictPrimer
 from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
+from torchrl.modules import recurrent_mode
 
 from ppokit import kernels
-from ppokit._batch import STATE_FIX, get_tensor, valid_mask
+from ppokit._batch import (
+    IS_INIT,
+    MEMORY,
+    STATE_FIX,
+    STEPS,
+    as_key,
+    check_context,
+    get_if_any,
+    get_tensor,
+    key_parts,
+    valid_mask,
+)
 from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
+
+try:  # torchrl 0.14 has no transformer
+    from torchrl.modules import (  # pyright: ignore[reportAttributeAccessIssue]
+        CausalTransformer,
+        positions_from_is_init,
+        segment_causal_mask_from_is_init,
+    )
+except ImportError:
+    CausalTransformer = None
 
 
 class _Unsplit(WholeState):
@@ -125,6 +151,292 @@ class GRUModule(_Unsplit, TorchRLGRUModule):
         ...     gru(batch)["next", "recurrent_state"].shape
         torch.Size([2, 5, 1, 4])
     """
+
+
+class TransformerModule(TensorDictModuleBase):
+    r"""torchrl's causal transformer, with the inputs of an episode so far as its memory.
+
+    With :math:`e` the encoder, and :math:`x_1, ..., x_t` the inputs since the episode's start,
+
+    .. math:: y_t = f_\theta(e_\theta(x_1), ..., e_\theta(x_t))_t,
+
+    where :math:`f` is a transformer with positions counted from the episode's start. torchrl's own
+    ``TransformerModule`` keeps keys and values, forgets them where weights change, and trains on
+    rows that start with an episode. This module remembers the inputs themselves, as they were
+    given: the memory is never stale, rows may start anywhere, and gradients go through the whole
+    context, the encoder included.
+
+    In recurrent mode, which losses and :class:`~ppokit.GAE` set, a whole row is one window. It
+    reads the memory before the row's first frame, honours episode starts within the row, and
+    ignores frames after the last True at ``("collector", "mask")``. It writes the output alone.
+    Otherwise it computes one step from the memory before it, and writes the memory after it.
+    :class:`~ppokit.GymCollector` calls :meth:`stepper`, which keeps keys and values for a batch.
+
+    Args:
+        transformer: torchrl's ``CausalTransformer``, or a module with its interface. Its
+            ``max_seq_len`` is the number of steps of the longest episode, plus 1 for the
+            observation after the last step.
+        specs: the inputs, and their shapes and dtypes.
+        out_key: of the output.
+        encoder: from the inputs ``[R, T, *shape]`` to features ``[R, T, I]``; None for one input
+            ``[R, T, I]``.
+        name: the first letters of the names of the memory: a critic's own needs other ones.
+        default_recurrent_mode: outside of ``torchrl.modules.set_recurrent_mode``.
+
+    Shape:
+        - inputs: ``[*B, *shape]``, in recurrent mode ``[*B, T, *shape]``; ``"is_init"`` bool
+          ``[*B, T, 1]``.
+        - memory: an entry ``(name + "transformer_memory", input)`` for each input, ``[*B, T,
+          context, *shape]``, with ``context = max_seq_len - 1``. In recurrent mode its first frame
+          is read: :class:`~ppokit.GymCollector` stores one for a row, and
+          :class:`~ppokit.SequenceBatcher` one for a sequence, expanded over its frames.
+        - ``name + "transformer_steps"``: int64 ``[*B, T, 2]``, how many frames of the episode are
+          before this one, and how many frames of the row since its memory was stored.
+        - output: ``[*B, T, H]``.
+
+    Raises:
+        ImportError: torchrl has no transformer.
+        KeyError: an entry is missing. Without a memory, rows start with an episode.
+        ValueError: an episode is longer than the context, or a row was cut off from its memory.
+
+    References:
+        Vaswani et al., 2017, "Attention Is All You Need"; Parisotto et al., 2020, "Stabilizing
+        Transformers for Reinforcement Learning"; torchrl pull request 4193.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Unbounded
+        >>> from torchrl.modules import CausalTransformer, set_recurrent_mode
+        >>> from ppokit import TransformerModule
+        >>> transformer = CausalTransformer(3, 8, num_heads=2, max_seq_len=6)
+        >>> module = TransformerModule(transformer, {"x": Unbounded(3)}, "features")
+        >>> starts = torch.zeros(2, 5, 1, dtype=torch.bool).index_fill(1, torch.tensor(0), True)
+        >>> batch = TensorDict({"x": torch.randn(2, 5, 3), "is_init": starts}, [2, 5])
+        >>> with set_recurrent_mode(True):
+        ...     module(batch)["features"].shape
+        torch.Size([2, 5, 8])
+    """
+
+    recurrent_backend = "auto"  # what no graph holds
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        specs: Mapping[NestedKey, TensorSpec],
+        out_key: NestedKey,
+        *,
+        encoder: nn.Module | None = None,
+        name: str = "",
+        default_recurrent_mode: bool = False,
+    ) -> None:
+        check_has_transformer()
+        super().__init__()
+        self.transformer, self.encoder = transformer, encoder
+        self.specs = {as_key(key): spec for key, spec in specs.items()}
+        if not self.specs or (encoder is None and len(self.specs) > 1):
+            raise ValueError(
+                f"specs names the inputs {[*self.specs]}: give one, or several and an encoder that "
+                "joins them."
+            )
+        self.default_recurrent_mode = default_recurrent_mode
+        memories = [as_key((name + MEMORY, *key_parts(key))) for key in self.specs]
+        self._states: list[NestedKey] = [*memories, name + STEPS]
+        self.in_keys = [*self.specs, *self._states, IS_INIT]
+        self.out_keys = [out_key, *(as_key(("next", *key_parts(x))) for x in self._states)]
+
+    @property
+    def context(self) -> int:
+        """The number of earlier frames that an episode may have."""
+        return int(cast("int", self.transformer.max_seq_len)) - 1
+
+    @property
+    def recurrent_mode(self) -> bool:
+        """Whether a call takes rows, and not single steps."""
+        mode = recurrent_mode()
+        return self.default_recurrent_mode if mode is None else mode
+
+    def make_tensordict_primer(self) -> TensorDictPrimer:
+        """Return the transform with which torchrl's collectors carry the memory."""
+        *memories, steps = self._states
+        specs: dict[NestedKey, TensorSpec] = {steps: Unbounded((2,), dtype=torch.int64)}
+        for key, spec in zip(memories, self.specs.values(), strict=True):
+            specs[key] = Unbounded((self.context, *spec.shape), dtype=spec.dtype)
+        return TensorDictPrimer(specs, expand_specs=True)  # pyright: ignore[reportArgumentType]
+
+    @dispatch  # pyright: ignore[reportArgumentType]
+    @torch.compiler.disable
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the output, and of a single step the memory after it; return the TensorDict."""
+        shape, is_window = tensordict.batch_size, self.recurrent_mode
+        if 0 in shape or (is_window and not shape):
+            raise ValueError(f"A batch of shape {list(shape)} has no rows of frames.")
+        frames = tensordict if is_window else tensordict.unsqueeze(-1)
+        rows, ndim = frames.batch_size[:-1].numel(), frames.ndim
+        is_init = get_tensor(frames, IS_INIT, fix=STATE_FIX)
+        check_bool(IS_INIT, is_init)
+        if is_init.shape not in (frames.batch_size, (*frames.batch_size, 1)):
+            raise ValueError(
+                f"{IS_INIT!r} has shape {list(is_init.shape)}; it is one flag for each frame of "
+                f"{list(frames.batch_size)}, with a trailing 1. torchrl's InitTracker writes it."
+            )
+        is_init, mask = is_init.reshape(rows, -1), valid_mask(frames)
+        real = torch.ones_like(is_init)  # up to the last valid frame of a row
+        if mask is not None:
+            real = mask.reshape(rows, -1).flip(1).cummax(1).values.flip(1)
+        inputs = [get_tensor(frames, key, fix="The network reads it.") for key in self.specs]
+        inputs = [x.reshape(rows, -1, *x.shape[ndim:]) for x in inputs]
+        first = is_init[:, 0] | ~real[:, 0]
+        stored = [get_if_any(frames, key) for key in self._states]
+        if None in stored:
+            for key in () if first.all() else self._states:
+                get_tensor(frames, key, fix=STATE_FIX)
+            memories = [x.new_zeros(rows, self.context, *x.shape[2:]) for x in inputs]
+            steps = is_init.new_zeros(rows, 2, dtype=torch.int64)
+        else:
+            before = [cast("Tensor", x).select(ndim - 1, 0) for x in stored]
+            *memories, steps = [x.reshape(rows, *x.shape[ndim - 1 :]) for x in before]
+        count, since = steps.masked_fill(first.unsqueeze(1), 0).unbind(1)
+        self._check(inputs, memories, count, since)
+        output = self._window(inputs, memories, count, is_init, real)
+        tensordict.set(self.out_keys[0], output.reshape(*shape, output.shape[-1]))
+        if not is_window:
+            after = [*map(partial(_appended, count), memories, inputs), _counted(count)]
+            for key, x in zip(self.out_keys[1:], after, strict=True):
+                tensordict.set(key, x.reshape(*shape, *x.shape[1:]))
+        return tensordict
+
+    def stepper(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Return one step as a function of the entries of ``in_keys``, that returns those written.
+
+        From the second call on it keeps keys and values, and so is called while no weights change.
+        If it is given another memory than it returned, it computes a step from that. It returns
+        memories that it writes to in the next call.
+        """
+        after: list[Tensor] = []
+        cache: object = None
+
+        def step(*given: Tensor) -> tuple[Tensor, ...]:
+            nonlocal after, cache
+            shape, number = given[-1].shape[:-1], len(self.specs)
+            rows = shape.numel()
+            inputs = [x.reshape(rows, 1, *x.shape[len(shape) :]) for x in given[:number]]
+            held, (steps, is_init) = given[number:-2], (x.reshape(rows, -1) for x in given[-2:])
+            memories = [x.reshape(rows, *x.shape[len(shape) :]) for x in held]
+            count, since = steps.masked_fill(is_init, 0).unbind(1)
+            if not after or any(x is not y for x, y in zip(held, after, strict=True)):
+                self._check(inputs, memories, count, since)
+                output = self._window(inputs, memories, count, is_init, torch.ones_like(is_init))
+                memories = [*map(partial(_appended, count), memories, inputs)]
+                after, cache = [x.reshape(*shape, *x.shape[1:]) for x in memories], None
+            else:
+                check_context(count, self.context)
+                cache = self._prefilled(memories, count) if cache is None else cache
+                if is_init.any():
+                    cache = cast(Any, self.transformer).reset_kv_cache(cache, is_init.squeeze(1))
+                features = self._features(inputs)
+                output, cache = self.transformer(features, count.unsqueeze(1), kv_cache=cache)
+                for memory, x in zip(after, inputs, strict=True):
+                    _append(count, memory.view(rows, *memory.shape[len(shape) :]), x)
+            output = output.reshape(*shape, output.shape[-1])
+            return output, *after, _counted(count).reshape(*shape, 2)
+
+        return step
+
+    def _check(
+        self, inputs: Sequence[Tensor], memories: Sequence[Tensor], count: Tensor, since: Tensor
+    ) -> None:
+        """Raise a ValueError where a memory has another shape, or is that of another frame."""
+        for key, x, memory in zip(self._states, inputs, memories, strict=False):
+            expected = [self.context, *x.shape[2:]]
+            if [*memory.shape[1:]] != expected:
+                raise ValueError(
+                    f"{key!r} has shape {[*memory.shape[1:]]} in each frame, and a memory of "
+                    f"{list(x.shape[2:])} with context={self.context} has {expected}. Collect with "
+                    "the network that is trained."
+                )
+        if ((count > 0) & (since > 0)).any():
+            raise ValueError(
+                f"{self._states[0]!r} is the memory before an earlier frame than the first that is "
+                "given. Call the network in recurrent mode (torchrl.modules.set_recurrent_mode), "
+                "on whole rows of a batch or on sequences of SequenceBatcher."
+            )
+
+    def _window(
+        self,
+        inputs: Sequence[Tensor],
+        memories: Sequence[Tensor],
+        count: Tensor,
+        is_init: Tensor,
+        real: Tensor,
+    ) -> Tensor:
+        """Return the output ``[R, T, H]`` of rows, after so many inputs of their memories."""
+        held, starts = int(count.max()), is_init | ~real  # padding is alone: it may not be finite
+        starts[:, 0] = count == 0
+        if not real.all():
+            inputs = [x.masked_fill(~expand_as_right(real, x), 0) for x in inputs]
+        if held:
+            slots = torch.arange(held, device=count.device) - held + count.unsqueeze(1)
+            before = (_taken(x, slots).to(y.dtype) for x, y in zip(memories, inputs, strict=True))
+            inputs = [torch.cat([x, y], 1) for x, y in zip(before, inputs, strict=True)]
+            starts = torch.cat([slots <= 0, starts], 1)
+        positions = positions_from_is_init(starts)
+        check_context(positions, self.context)
+        mask = segment_causal_mask_from_is_init(starts)
+        output, _ = self.transformer(self._features(inputs), positions, mask=mask)
+        return output[:, held:]
+
+    def _features(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the transformer's input, in the dtype of its parameters."""
+        features = inputs[0] if self.encoder is None else self.encoder(*inputs)
+        return features.to(next(self.transformer.parameters()).dtype)
+
+    def _prefilled(self, memories: Sequence[Tensor], count: Tensor) -> object:
+        """Return the keys and values of the inputs in the memories."""
+        transformer = cast(Any, self.transformer)
+        cache = transformer.new_kv_cache(len(count), device=count.device)
+        if held := int(count.max()):
+            positions = torch.arange(held, device=count.device).expand(len(count), -1)
+            slots = positions.masked_fill(positions >= count.unsqueeze(1), -1)
+            features = self._features([_taken(memory, slots) for memory in memories])
+            for t in range(held):  # what is behind an episode so far is replaced before it is read
+                step = slice(t, t + 1)
+                _, cache = transformer(features[:, step], positions[:, step], kv_cache=cache)
+        return cache
+
+
+def check_has_transformer() -> None:
+    """Raise an ImportError if the installed torchrl has no transformer."""
+    if CausalTransformer is None:
+        raise ImportError(
+            "A transformer needs torchrl.modules.CausalTransformer, which torchrl "
+            f"{version('torchrl')} does not have: pip install torchrl-nightly tensordict-nightly "
+            "(of October 2026 or later). LSTMModule and GRUModule need no nightly."
+        )
+
+
+def _taken(memory: Tensor, slots: Tensor) -> Tensor:
+    """Return the inputs ``[R, n, ...]`` of these slots of a memory, and zeros for negative ones."""
+    taken = memory[torch.arange(len(memory), device=memory.device).unsqueeze(1), slots.clamp_min(0)]
+    return taken.masked_fill(expand_as_right(slots < 0, taken), 0)
+
+
+def _append(count: Tensor, memory: Tensor, x: Tensor) -> None:
+    """Write an input ``[R, 1, ...]`` behind so many in a memory, unless that is full."""
+    rows = (count < memory.shape[1]).nonzero().squeeze(1)
+    memory[rows, count[rows]] = x[rows, 0].detach().to(memory.dtype)
+
+
+def _appended(count: Tensor, memory: Tensor, x: Tensor) -> Tensor:
+    """Return a copy of a memory, in the dtype of the input, with the input."""
+    copy = memory.detach().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+    _append(count, copy, x)
+    return copy
+
+
+def _counted(count: Tensor) -> Tensor:
+    """Return the numbers ``[R, 2]`` of the memory after a step."""
+    return torch.stack([count + 1, torch.zeros_like(count)], 1)
 
 
 def _check_step(module: Any, tensordict: TensorDictBase) -> None:

@@ -331,10 +331,9 @@ def recurrent_states(policy: Policy) -> dict[NestedKey, tuple[torch.Size, torch.
     found: dict[NestedKey, tuple[torch.Size, torch.dtype]] = {}
     for module in modules:
         if hasattr(module, "make_tensordict_primer"):
-            dtype = next((p.dtype for p in module.parameters()), None)
             for key, spec in module.make_tensordict_primer().primers.items(True, True):
-                own = dtype is None or is_of_transformer(key)
-                found[as_key(key)] = (spec.shape, spec.dtype if own else dtype)
+                own = () if is_of_transformer(key) else module.parameters()
+                found[as_key(key)] = spec.shape, next((p.dtype for p in own), spec.dtype)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any, cast
@@ -30,7 +29,6 @@ from ppokit._batch import (
     STEPS,
     as_key,
     check_context,
-    get_if_any,
     get_tensor,
     key_parts,
     valid_mask,
@@ -39,13 +37,14 @@ from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
 
 try:  # torchrl 0.14 has no transformer
-    from torchrl.modules import (  # pyright: ignore[reportAttributeAccessIssue]
-        CausalTransformer,
-        positions_from_is_init,
-        segment_causal_mask_from_is_init,
+    from torchrl.modules import (
+        CausalTransformer,  # pyright: ignore[reportAttributeAccessIssue]
+        positions_from_is_init,  # pyright: ignore[reportAttributeAccessIssue]
+        segment_causal_mask_from_is_init,  # pyright: ignore[reportAttributeAccessIssue]
     )
 except ImportError:
     CausalTransformer = None
+    positions_from_is_init = segment_causal_mask_from_is_init = cast("Any", None)
 
 
 class _Unsplit(WholeState):
@@ -196,7 +195,7 @@ class TransformerModule(TensorDictModuleBase):
 
     Raises:
         ImportError: torchrl has no transformer.
-        KeyError: an entry is missing. Without a memory, rows start with an episode.
+        KeyError: an entry is missing.
         ValueError: an episode is longer than the context, or a row was cut off from its memory.
 
     References:
@@ -211,8 +210,10 @@ class TransformerModule(TensorDictModuleBase):
         >>> from ppokit import TransformerModule
         >>> transformer = CausalTransformer(3, 8, num_heads=2, max_seq_len=6)
         >>> module = TransformerModule(transformer, {"x": Unbounded(3)}, "features")
-        >>> starts = torch.zeros(2, 5, 1, dtype=torch.bool).index_fill(1, torch.tensor(0), True)
-        >>> batch = TensorDict({"x": torch.randn(2, 5, 3), "is_init": starts}, [2, 5])
+        >>> batch = TensorDict({"x": torch.randn(2, 5, 3)}, [2, 5])
+        >>> batch["is_init"] = torch.zeros(2, 5, 1, dtype=torch.bool)
+        >>> batch["transformer_memory"] = {"x": torch.randn(2, 1, 5, 3).expand(2, 5, 5, 3)}
+        >>> batch["transformer_steps"] = torch.zeros(2, 5, 2, dtype=torch.int64)
         >>> with set_recurrent_mode(True):
         ...     module(batch)["features"].shape
         torch.Size([2, 5, 8])
@@ -232,7 +233,7 @@ class TransformerModule(TensorDictModuleBase):
     ) -> None:
         check_has_transformer()
         super().__init__()
-        self.transformer, self.encoder = transformer, encoder
+        self.transformer, self.encoder = cast("Any", transformer), encoder
         self.specs = {as_key(key): spec for key, spec in specs.items()}
         if not self.specs or (encoder is None and len(self.specs) > 1):
             raise ValueError(
@@ -242,13 +243,14 @@ class TransformerModule(TensorDictModuleBase):
         self.default_recurrent_mode = default_recurrent_mode
         memories = [as_key((name + MEMORY, *key_parts(key))) for key in self.specs]
         self._states: list[NestedKey] = [*memories, name + STEPS]
-        self.in_keys = [*self.specs, *self._states, IS_INIT]
-        self.out_keys = [out_key, *(as_key(("next", *key_parts(x))) for x in self._states)]
+        self.in_keys: list[NestedKey] = [*self.specs, *self._states, IS_INIT]
+        after = (as_key(("next", *key_parts(x))) for x in self._states)
+        self.out_keys: list[NestedKey] = [out_key, *after]
 
     @property
     def context(self) -> int:
         """The number of earlier frames that an episode may have."""
-        return int(cast("int", self.transformer.max_seq_len)) - 1
+        return self.transformer.max_seq_len - 1
 
     @property
     def recurrent_mode(self) -> bool:
@@ -259,49 +261,31 @@ class TransformerModule(TensorDictModuleBase):
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """Return the transform with which torchrl's collectors carry the memory."""
         *memories, steps = self._states
-        specs: dict[NestedKey, TensorSpec] = {steps: Unbounded((2,), dtype=torch.int64)}
+        specs: dict[NestedKey, TensorSpec] = {steps: Unbounded(torch.Size([2]), dtype=torch.int64)}
         for key, spec in zip(memories, self.specs.values(), strict=True):
-            specs[key] = Unbounded((self.context, *spec.shape), dtype=spec.dtype)
+            specs[key] = Unbounded(torch.Size([self.context, *spec.shape]), dtype=spec.dtype)
         return TensorDictPrimer(specs, expand_specs=True)  # pyright: ignore[reportArgumentType]
 
     @dispatch  # pyright: ignore[reportArgumentType]
     @torch.compiler.disable
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
         """Write the output, and of a single step the memory after it; return the TensorDict."""
         shape, is_window = tensordict.batch_size, self.recurrent_mode
-        if 0 in shape or (is_window and not shape):
-            raise ValueError(f"A batch of shape {list(shape)} has no rows of frames.")
         frames = tensordict if is_window else tensordict.unsqueeze(-1)
-        rows, ndim = frames.batch_size[:-1].numel(), frames.ndim
-        is_init = get_tensor(frames, IS_INIT, fix=STATE_FIX)
-        check_bool(IS_INIT, is_init)
-        if is_init.shape not in (frames.batch_size, (*frames.batch_size, 1)):
-            raise ValueError(
-                f"{IS_INIT!r} has shape {list(is_init.shape)}; it is one flag for each frame of "
-                f"{list(frames.batch_size)}, with a trailing 1. torchrl's InitTracker writes it."
-            )
-        is_init, mask = is_init.reshape(rows, -1), valid_mask(frames)
-        real = torch.ones_like(is_init)  # up to the last valid frame of a row
-        if mask is not None:
-            real = mask.reshape(rows, -1).flip(1).cummax(1).values.flip(1)
-        inputs = [get_tensor(frames, key, fix="The network reads it.") for key in self.specs]
-        inputs = [x.reshape(rows, -1, *x.shape[ndim:]) for x in inputs]
-        first = is_init[:, 0] | ~real[:, 0]
-        stored = [get_if_any(frames, key) for key in self._states]
-        if None in stored:
-            for key in () if first.all() else self._states:
-                get_tensor(frames, key, fix=STATE_FIX)
-            memories = [x.new_zeros(rows, self.context, *x.shape[2:]) for x in inputs]
-            steps = is_init.new_zeros(rows, 2, dtype=torch.int64)
-        else:
-            before = [cast("Tensor", x).select(ndim - 1, 0) for x in stored]
-            *memories, steps = [x.reshape(rows, *x.shape[ndim - 1 :]) for x in before]
-        count, since = steps.masked_fill(first.unsqueeze(1), 0).unbind(1)
-        self._check(inputs, memories, count, since)
+        if not (frames.ndim and frames.numel()):
+            raise ValueError(f"A batch of shape {list(shape)} has no rows of frames.")
+        is_init, real = _starts_of(frames)
+        entries = [get_tensor(frames, key, fix=STATE_FIX) for key in self.in_keys[:-1]]
+        entries = [x.reshape(*is_init.shape, *x.shape[frames.ndim :]) for x in entries]
+        inputs, states = entries[: len(self.specs)], entries[len(self.specs) :]
+        *memories, steps = (x[:, 0] for x in states)
+        count = self._count(steps, is_init[:, 0] if real is None else is_init[:, 0] | ~real[:, 0])
         output = self._window(inputs, memories, count, is_init, real)
         tensordict.set(self.out_keys[0], output.reshape(*shape, output.shape[-1]))
         if not is_window:
-            after = [*map(partial(_appended, count), memories, inputs), _counted(count)]
+            after = _memories_after(memories, count, inputs)
             for key, x in zip(self.out_keys[1:], after, strict=True):
                 tensordict.set(key, x.reshape(*shape, *x.shape[1:]))
         return tensordict
@@ -313,54 +297,43 @@ class TransformerModule(TensorDictModuleBase):
         If it is given another memory than it returned, it computes a step from that. It returns
         memories that it writes to in the next call.
         """
-        after: list[Tensor] = []
+        after: Sequence[Tensor] = ()
         cache: object = None
 
         def step(*given: Tensor) -> tuple[Tensor, ...]:
             nonlocal after, cache
-            shape, number = given[-1].shape[:-1], len(self.specs)
-            rows = shape.numel()
-            inputs = [x.reshape(rows, 1, *x.shape[len(shape) :]) for x in given[:number]]
-            held, (steps, is_init) = given[number:-2], (x.reshape(rows, -1) for x in given[-2:])
-            memories = [x.reshape(rows, *x.shape[len(shape) :]) for x in held]
-            count, since = steps.masked_fill(is_init, 0).unbind(1)
-            if not after or any(x is not y for x, y in zip(held, after, strict=True)):
-                self._check(inputs, memories, count, since)
-                output = self._window(inputs, memories, count, is_init, torch.ones_like(is_init))
-                memories = [*map(partial(_appended, count), memories, inputs)]
-                after, cache = [x.reshape(*shape, *x.shape[1:]) for x in memories], None
+            shape, held = given[-1].shape[:-1], given[len(self.specs) : -2]
+            x = [y.reshape(-1, *y.shape[len(shape) :]) for y in given]
+            inputs = [y.unsqueeze(1) for y in x[: len(self.specs)]]
+            *memories, steps, is_init = x[len(self.specs) :]
+            count = self._count(steps, is_init.squeeze(1))
+            if not after or any(y is not z for y, z in zip(held, after, strict=True)):
+                output = self._window(inputs, memories, count, is_init)
+                *memories, _ = _memories_after(memories, count, inputs)
+                after, cache = [y.reshape(*shape, *y.shape[1:]) for y in memories], None
             else:
                 check_context(count, self.context)
                 cache = self._prefilled(memories, count) if cache is None else cache
-                if is_init.any():
-                    cache = cast(Any, self.transformer).reset_kv_cache(cache, is_init.squeeze(1))
-                features = self._features(inputs)
-                output, cache = self.transformer(features, count.unsqueeze(1), kv_cache=cache)
-                for memory, x in zip(after, inputs, strict=True):
-                    _append(count, memory.view(rows, *memory.shape[len(shape) :]), x)
+                cache = self.transformer.reset_kv_cache(cache, is_init.squeeze(1))
+                features, positions = self._features(inputs), count.unsqueeze(1)
+                output, cache = self.transformer(features, positions, kv_cache=cache)
+                for memory, y in zip(memories, inputs, strict=True):  # which after is a view of
+                    _append(memory, count, y)
             output = output.reshape(*shape, output.shape[-1])
             return output, *after, _counted(count).reshape(*shape, 2)
 
         return step
 
-    def _check(
-        self, inputs: Sequence[Tensor], memories: Sequence[Tensor], count: Tensor, since: Tensor
-    ) -> None:
-        """Raise a ValueError where a memory has another shape, or is that of another frame."""
-        for key, x, memory in zip(self._states, inputs, memories, strict=False):
-            expected = [self.context, *x.shape[2:]]
-            if [*memory.shape[1:]] != expected:
-                raise ValueError(
-                    f"{key!r} has shape {[*memory.shape[1:]]} in each frame, and a memory of "
-                    f"{list(x.shape[2:])} with context={self.context} has {expected}. Collect with "
-                    "the network that is trained."
-                )
+    def _count(self, steps: Tensor, is_init: Tensor) -> Tensor:
+        """Return the number of inputs in the memory of each row ``[R]``, which must be its own."""
+        count, since = steps.masked_fill(is_init.unsqueeze(1), 0).unbind(1)
         if ((count > 0) & (since > 0)).any():
             raise ValueError(
                 f"{self._states[0]!r} is the memory before an earlier frame than the first that is "
                 "given. Call the network in recurrent mode (torchrl.modules.set_recurrent_mode), "
                 "on whole rows of a batch or on sequences of SequenceBatcher."
             )
+        return count
 
     def _window(
         self,
@@ -368,23 +341,23 @@ class TransformerModule(TensorDictModuleBase):
         memories: Sequence[Tensor],
         count: Tensor,
         is_init: Tensor,
-        real: Tensor,
+        real: Tensor | None = None,
     ) -> Tensor:
         """Return the output ``[R, T, H]`` of rows, after so many inputs of their memories."""
-        held, starts = int(count.max()), is_init | ~real  # padding is alone: it may not be finite
+        held, starts = int(count.max()), is_init.clone()
         starts[:, 0] = count == 0
-        if not real.all():
+        if real is not None:  # padding is alone, and may not be finite
+            starts |= ~real
             inputs = [x.masked_fill(~expand_as_right(real, x), 0) for x in inputs]
         if held:
             slots = torch.arange(held, device=count.device) - held + count.unsqueeze(1)
-            before = (_taken(x, slots).to(y.dtype) for x, y in zip(memories, inputs, strict=True))
-            inputs = [torch.cat([x, y], 1) for x, y in zip(before, inputs, strict=True)]
+            before = [_taken(memory, slots) for memory in memories]
+            inputs = [torch.cat([x.to(y), y], 1) for x, y in zip(before, inputs, strict=True)]
             starts = torch.cat([slots <= 0, starts], 1)
         positions = positions_from_is_init(starts)
         check_context(positions, self.context)
         mask = segment_causal_mask_from_is_init(starts)
-        output, _ = self.transformer(self._features(inputs), positions, mask=mask)
-        return output[:, held:]
+        return self.transformer(self._features(inputs), positions, mask=mask)[0][:, held:]
 
     def _features(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return the transformer's input, in the dtype of its parameters."""
@@ -392,16 +365,14 @@ class TransformerModule(TensorDictModuleBase):
         return features.to(next(self.transformer.parameters()).dtype)
 
     def _prefilled(self, memories: Sequence[Tensor], count: Tensor) -> object:
-        """Return the keys and values of the inputs in the memories."""
-        transformer = cast(Any, self.transformer)
-        cache = transformer.new_kv_cache(len(count), device=count.device)
-        if held := int(count.max()):
-            positions = torch.arange(held, device=count.device).expand(len(count), -1)
-            slots = positions.masked_fill(positions >= count.unsqueeze(1), -1)
-            features = self._features([_taken(memory, slots) for memory in memories])
-            for t in range(held):  # what is behind an episode so far is replaced before it is read
-                step = slice(t, t + 1)
-                _, cache = transformer(features[:, step], positions[:, step], kv_cache=cache)
+        """Return the keys and values of so many inputs in the memory of each row."""
+        cache = self.transformer.new_kv_cache(len(count), device=count.device)
+        positions = torch.arange(int(count.max()), device=count.device).expand(len(count), -1)
+        slots = positions.masked_fill(positions >= count.unsqueeze(1), -1)
+        features = self._features([_taken(x, slots) for x in memories]) if slots.numel() else slots
+        for t in range(slots.shape[1]):  # what follows an input that counts is replaced when read
+            at = slice(t, t + 1)
+            _, cache = self.transformer(features[:, at], positions[:, at], kv_cache=cache)
         return cache
 
 
@@ -421,22 +392,25 @@ def _taken(memory: Tensor, slots: Tensor) -> Tensor:
     return taken.masked_fill(expand_as_right(slots < 0, taken), 0)
 
 
-def _append(count: Tensor, memory: Tensor, x: Tensor) -> None:
+def _append(memory: Tensor, count: Tensor, x: Tensor) -> None:
     """Write an input ``[R, 1, ...]`` behind so many in a memory, unless that is full."""
     rows = (count < memory.shape[1]).nonzero().squeeze(1)
     memory[rows, count[rows]] = x[rows, 0].detach().to(memory.dtype)
 
 
-def _appended(count: Tensor, memory: Tensor, x: Tensor) -> Tensor:
-    """Return a copy of a memory, in the dtype of the input, with the input."""
-    copy = memory.detach().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-    _append(count, copy, x)
-    return copy
-
-
 def _counted(count: Tensor) -> Tensor:
     """Return the numbers ``[R, 2]`` of the memory after a step."""
     return torch.stack([count + 1, torch.zeros_like(count)], 1)
+
+
+def _memories_after(
+    memories: Sequence[Tensor], count: Tensor, inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return copies of the memories, in the dtypes of the inputs and with them; their numbers."""
+    copies = [torch.empty_like(x, dtype=y.dtype) for x, y in zip(memories, inputs, strict=True)]
+    for copy, memory, x in zip(copies, memories, inputs, strict=True):
+        _append(copy.copy_(memory.detach()), count, x)
+    return [*copies, _counted(count)]
 
 
 def _check_step(module: Any, tensordict: TensorDictBase) -> None:
@@ -473,20 +447,8 @@ def _run(
     is_batch = shape and isinstance(tensordict.get(module.in_keys[0], None), Tensor)
     if not (is_batch and is_plain) or len(is_missing) > 1 or kernels.in_function_transform():
         return parent(tensordict)
-    steps = shape[-1]
-    is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
-    check_bool("is_init", is_init)
-    if is_init.shape not in (shape, (*shape, 1)):
-        raise ValueError(
-            f"'is_init' has shape {list(is_init.shape)}; it is one flag for each frame of "
-            f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
-        )
-    is_init = is_init.reshape(-1, steps)
-    mask, real = valid_mask(tensordict), None
-    if mask is not None and not mask.all():
-        # The frames after the last valid frame of a row are padding.
-        real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
-        is_init = is_init & real
+    steps, (is_init, real) = shape[-1], _starts_of(tensordict)
+    is_init = is_init if real is None else is_init & real
     entries = (tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict)
     rows = shape[:-1].numel()
     x, *states = (entry.reshape(rows, steps, *entry.shape[len(shape) :]) for entry in entries)
@@ -499,6 +461,25 @@ def _run(
     for key, made in zip(module.out_keys, found, strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
+
+
+def _starts_of(tensordict: TensorDictBase) -> tuple[Tensor, Tensor | None]:
+    """Return episode starts ``[R, T]``, and frames that are not padding or None if all are not.
+
+    The frames after the last valid frame of a row are padding.
+    """
+    shape = tensordict.batch_size
+    is_init = get_tensor(tensordict, IS_INIT, fix=STATE_FIX)
+    check_bool(IS_INIT, is_init)
+    if is_init.shape not in (shape, (*shape, 1)):
+        raise ValueError(
+            f"{IS_INIT!r} has shape {list(is_init.shape)}; it is one flag for each frame of "
+            f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
+        )
+    mask, real = valid_mask(tensordict), None
+    if mask is not None and not mask.all():
+        real = mask.reshape(-1, shape[-1]).flip(1).cummax(1).values.flip(1)
+    return is_init.reshape(-1, shape[-1]), real
 
 
 def _run_rows(

@@ -170,8 +170,8 @@ def actor_critic(
     inputs = Inputs(specs, encoders, make_layer, memory, memory_size, transformer)
     body = inputs.body("", hidden, is_shared=shared)
     options = body.features, squash, log_scale, mask_spec, device
-    heads = {as_key(k): make_head(x, *options) for k, x in actions.items(True, True)}
-    actor = _actor(body, keys, heads, None if mask_spec is None else mask).to(device)
+    of_actions = {as_key(k): make_head(x, *options) for k, x in actions.items(True, True)}
+    actor = _actor(body, keys, of_actions, None if mask_spec is None else mask).to(device)
     if shared:
         own = inputs.behind(body, () if memory is None else critic_hidden)
         if memory is not None if detach_critic is None else detach_critic:

@@ -274,7 +274,7 @@ class TransformerModule(TensorDictModuleBase):
         """Write the output, and of a single step the memory after it; return the TensorDict."""
         shape, is_window = tensordict.batch_size, self.recurrent_mode
         frames = tensordict if is_window else tensordict.unsqueeze(-1)
-        if not (frames.ndim and frames.numel()):
+        if not (frames.ndim and frames.batch_size.numel()):
             raise ValueError(f"A batch of shape {list(shape)} has no rows of frames.")
         is_init, real = _starts_of(frames)
         entries = [get_tensor(frames, key, fix=STATE_FIX) for key in self.in_keys[:-1]]
@@ -312,7 +312,6 @@ class TransformerModule(TensorDictModuleBase):
                 *memories, _ = _memories_after(memories, count, inputs)
                 after, cache = [y.reshape(*shape, *y.shape[1:]) for y in memories], None
             else:
-                check_context(count, self.context)
                 cache = self._prefilled(memories, count) if cache is None else cache
                 cache = self.transformer.reset_kv_cache(cache, is_init.squeeze(1))
                 features, positions = self._features(inputs), count.unsqueeze(1)
@@ -327,6 +326,7 @@ class TransformerModule(TensorDictModuleBase):
     def _count(self, steps: Tensor, is_init: Tensor) -> Tensor:
         """Return the number of inputs in the memory of each row ``[R]``, which must be its own."""
         count, since = steps.masked_fill(is_init.unsqueeze(1), 0).unbind(1)
+        check_context(count, self.context)
         if ((count > 0) & (since > 0)).any():
             raise ValueError(
                 f"{self._states[0]!r} is the memory before an earlier frame than the first that is "

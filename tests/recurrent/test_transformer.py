@@ -39,12 +39,9 @@ from ppokit import (
 )
 from ppokit.networks import actor_critic
 from tests import reference
+from tests.marks import HAS_TRANSFORMER, nightly
 from tests.recurrent.agents import DOORS, Doors
 
-HAS_TRANSFORMER = hasattr(rl, "CausalTransformer")
-nightly = pytest.mark.skipif(
-    not HAS_TRANSFORMER, reason="torchrl has no transformer: its nightly has one"
-)
 MASK, DONE, TERMINATED = ("collector", "mask"), ("next", "done"), ("next", "terminated")
 MEMORY, STEPS = ("transformer_memory", "observation"), "transformer_steps"
 DISCOUNTS = {"gamma": 0.9, "lmbda": 0.8}

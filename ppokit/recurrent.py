@@ -196,7 +196,8 @@ class TransformerModule(TensorDictModuleBase):
     Raises:
         ImportError: torchrl has no transformer.
         KeyError: an entry is missing.
-        ValueError: an episode is longer than the context, or a row was cut off from its memory.
+        ValueError: an episode is longer than the context, a row was cut off from its memory, or
+            lacks frames within an episode.
 
     References:
         Vaswani et al., 2017, "Attention Is All You Need"; Parisotto et al., 2020, "Stabilizing
@@ -213,7 +214,7 @@ class TransformerModule(TensorDictModuleBase):
         >>> batch = TensorDict({"x": torch.randn(2, 5, 3)}, [2, 5])
         >>> batch["is_init"] = torch.zeros(2, 5, 1, dtype=torch.bool)
         >>> batch["transformer_memory"] = {"x": torch.randn(2, 1, 5, 3).expand(2, 5, 5, 3)}
-        >>> batch["transformer_steps"] = torch.zeros(2, 5, 2, dtype=torch.int64)
+        >>> batch["transformer_steps"] = torch.arange(5).view(5, 1).expand(2, 5, 2)
         >>> with set_recurrent_mode(True):
         ...     module(batch)["features"].shape
         torch.Size([2, 5, 8])
@@ -281,7 +282,16 @@ class TransformerModule(TensorDictModuleBase):
         entries = [x.reshape(*is_init.shape, *x.shape[frames.ndim :]) for x in entries]
         inputs, states = entries[: len(self.specs)], entries[len(self.specs) :]
         *memories, steps = (x[:, 0] for x in states)
-        count = self._count(steps, is_init[:, 0] if real is None else is_init[:, 0] | ~real[:, 0])
+        alone = is_init if real is None else is_init | ~real
+        number = states[-1][..., 0].masked_fill(is_init, 0)
+        if (lost := (number[:, 1:] != number[:, :-1] + 1) & ~alone[:, 1:]).any():
+            row, step = lost.nonzero()[0].tolist()
+            raise ValueError(
+                f"{self._states[-1]!r} of row {row} has {number[row, step : step + 2].tolist()} at "
+                f"steps {step} and {step + 1}, within an episode: the row lacks frames between "
+                'them, or its padding is not False at ("collector", "mask").'
+            )
+        count = self._count(steps, alone[:, 0])
         output = self._window(inputs, memories, count, is_init, real)
         tensordict.set(self.out_keys[0], output.reshape(*shape, output.shape[-1]))
         if not is_window:

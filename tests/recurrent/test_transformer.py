@@ -406,11 +406,12 @@ def test_an_episode_as_long_as_the_context_in_environments_that_reset_in_a_step_
 
 @nightly
 def test_a_longer_episode_raises():
-    networks = make("CartPole-v1", context=12, double=False)
+    networks = make("Pendulum-v1", context=12, double=False)
     said = r"context=12 remembers 12 frames.*episode has 13 .*actor_critic\(context="
     for options in ({}, {"exploration_type": ExplorationType.DETERMINISTIC}):
         with pytest.raises(ValueError, match=said):
-            collect(networks, "CartPole-v1", **options)
+            collect(networks, "Pendulum-v1", **options)
+    networks = make("CartPole-v1", context=12, double=False)
     limit = lambda steps: lambda: TimeLimit(gym.make("CartPole-v1"), steps)  # noqa: E731
     batch = collect(networks, limit(13), frames_per_batch=39, batches=1)[0]
     with pytest.raises(ValueError, match=said):  # the value after the last step
@@ -418,8 +419,10 @@ def test_a_longer_episode_raises():
     batch = collect(networks, limit(12), batches=1)[0]
     assert (batch[DONE] & ~batch[TERMINATED]).any()
     make_update(networks)(batch)
-    starts = batch["is_init"].clone()
-    batch["is_init"] = torch.zeros_like(starts)
+    batch["is_init"] = torch.zeros_like(batch["is_init"])
+    with set_recurrent_mode(True), pytest.raises(ValueError, match=r"row lacks frames between"):
+        networks.critic(batch.copy())
+    batch["critic_" + STEPS] = torch.arange(20).view(20, 1).expand(3, 20, 2)
     with set_recurrent_mode(True), pytest.raises(ValueError, match=r"context=12.*episode has 19"):
         networks.critic(batch)
 
@@ -445,6 +448,11 @@ def test_batches_that_lack_what_the_memory_needs_raise():
         for block in [gae, update, loss][0 if key.startswith("critic") else 2 :]:
             with pytest.raises(KeyError, match=r"is not in the batch.*GymCollector"):
                 block(batch.exclude(key))
+    gap: Any = torch.cat([batch[:, :4], batch[:, 5:]], 1)
+    other = SequenceBatcher(40, mask_key="mine")(batch)
+    for given in (gap, other, torch.cat([batch, batch], 1)):
+        with set_recurrent_mode(True), pytest.raises(ValueError, match="row lacks frames between"):
+            networks.actor.get_dist(given)
     with pytest.raises(ValueError, match=r"holds inputs, which are never stale.*burn_in out"):
         SequenceBatcher(5, burn_in=2)(batch)
     with pytest.raises(ValueError, match=r"Pass batcher=SequenceBatcher"):
@@ -545,7 +553,7 @@ def test_a_module_of_plain_inputs_and_its_options():
     batch = TensorDict({"a": {"x": torch.randn(2, 4, 3)}}, [2, 4])
     batch["is_init"] = torch.zeros(2, 4, 1, dtype=torch.bool)
     batch["my_transformer_memory"] = {"a": {"x": torch.randn(2, 1, 5, 3).expand(2, 4, 5, 3)}}
-    batch["my_transformer_steps"] = torch.tensor([2, 0]).expand(2, 4, 2)
+    batch["my_transformer_steps"] = torch.tensor([[2, 0], [3, 1], [4, 2], [5, 3]]).expand(2, 4, 2)
     with set_recurrent_mode(True):
         output = module(batch.copy())["y"]
     inputs = torch.cat([batch["my_transformer_memory", "a", "x"][:, 0, :2], batch["a", "x"]], 1)

@@ -163,7 +163,7 @@ def actor_critic(
     check_device(device := getattr(env_or_spaces, "device", None) if device is None else device)
     mask = None if mask_key is None else as_key(mask_key)
     keys = _keys_to_read(observations, in_keys, mask)
-    mask_spec = observations[mask] if mask in observations.keys(True, True) else None
+    mask_spec = None if mask is None else observations.get(mask, None)
     specs = {key: observations[key] for key in keys}
     transformer = _transformer(memory, memory_size, context, layers, heads)
     encoders = encoders_of(encoder, specs)

@@ -320,6 +320,108 @@ def test_torchrls_collector_with_the_primer():
 
 @nightly
 @torch.no_grad()
+def test_a_worker_of_torchrls_collectors_writes_batches_into_one():
+    networks = make()
+    options = {"worker_idx": 0, "return_same_td": True, "num_envs": 3, "frames_per_batch": 60}
+    collector = GymCollector(DOORS, networks.policy, **options)
+    first = collector.rollout()
+    disturb(networks)
+    batch = collector.rollout()
+    assert batch is first
+    assert not batch["is_init"][:, 0].all()
+    with set_recurrent_mode(True):
+        close(networks.actor.get_dist_params(batch.copy())["logits"], batch["logits"])
+    collector.shutdown()
+
+
+@nightly
+@torch.no_grad()
+def test_values_of_whole_episodes_that_are_padded():
+    networks = make()
+    options = {"num_envs": 3, "frames_per_batch": 60, "trajs_per_batch": 5}
+    with GymCollector(DOORS, networks.policy, **options) as collector:
+        batch = GAE(**DISCOUNTS, value_network=networks.critic)(next(iter(collector)))
+    mask, seen = batch[MASK], batch["observation"]
+    assert not mask.all()
+    for row, t in mask.nonzero().tolist():
+        episode = seen[row, : t + 1]
+        close(batch["state_value"][row, t], alone(networks.critic, episode))
+        last = batch["next", "observation"][row, t : t + 1]
+        value = alone(networks.critic, torch.cat([episode, last]))
+        value = value.masked_fill(batch[TERMINATED][row, t], 0)
+        close(batch["next", "state_value"][row, t], value)
+
+
+def random_rows(seed: int) -> tuple[TransformerModule, Any, Tensor]:
+    """Rows of streams of episodes, each with the memory before it, and the output of each frame."""
+    torch.manual_seed(seed)
+    context, steps = 1 + seed % 9, 1 + seed % 13
+    shape = [(3,), (1,), (2, 2)][seed % 3]
+    rows, length = int(np.prod(shape)), steps + context + 3
+    network = rl.CausalTransformer(3, 8, 1 + seed % 2, num_heads=2, max_seq_len=context + 1)
+    x = torch.randn(rows, length, 3, dtype=torch.float64)
+    starts = torch.rand(rows, length) < [0.05, 0.2, 0.5][seed % 3]
+    number = torch.zeros(rows, length, dtype=torch.int64)
+    for t in range(1, length):
+        starts[:, t] |= number[:, t - 1] == context
+        number[:, t] = (number[:, t - 1] + 1).masked_fill(starts[:, t], 0)
+    starts[:, 0], first = True, length - steps
+    output = torch.zeros(rows, length, 8, dtype=torch.float64)
+    memory = torch.full((rows, 1, context, 3), torch.nan, dtype=torch.float64)
+    for row in range(rows):
+        for t in range(length):
+            seen = x[row : row + 1, t - int(number[row, t]) : t + 1]
+            output[row, t] = network.double()(seen, torch.arange(seen.shape[1])[None])[0][0, -1]
+        count = int(number[row, first])
+        memory[row, 0, :count] = x[row, first - count : first]
+    done = starts.roll(-1, 1)[:, first:]
+    done[:, -1] = False
+    since = torch.arange(steps).expand(rows, steps)
+    batch = TensorDict({"x": x[:, first:], "is_init": starts[:, first:, None]}, [rows, steps])
+    batch["transformer_memory"] = {"x": memory.expand(rows, steps, context, 3)}
+    batch[STEPS] = torch.stack([number[:, first:], since], -1)
+    batch[DONE], batch["expected"] = done[..., None], output[:, first:]
+    return TransformerModule(network, {"x": Unbounded(3)}, "y"), batch.view(*shape, steps), memory
+
+
+@nightly
+@pytest.mark.parametrize("seed", range(40))
+@torch.no_grad()
+def test_random_rows_sequences_and_steps(seed: int):
+    """A row that is cut along time gives the same outputs, or raises."""
+    module, batch, memory = random_rows(seed)
+    cuts = [batch[..., t:] for t in range(batch.shape[-1])]
+    replayed = 0
+    for number, cut in enumerate(cuts):
+        for batcher in (None, SequenceBatcher(None), SequenceBatcher(1), SequenceBatcher(3)):
+            try:
+                given = cut.copy() if batcher is None else batcher(cut)
+                mask = torch.ones(given.shape, dtype=torch.bool) if batcher is None else given[MASK]
+                given["x"] = given["x"].masked_fill(~mask.unsqueeze(-1), torch.nan)
+                with set_recurrent_mode(True):
+                    found = module(given)["y"]
+            except ValueError as error:
+                if number == 0 or "memory before" not in str(error):
+                    raise
+            else:
+                close(found[mask], given["expected"][mask], 1e-12)
+                replayed += 1
+    assert replayed >= 4
+    flat = batch.reshape(-1, batch.shape[-1])
+    step, held = module.stepper(), memory[:, 0]
+    steps = flat[STEPS][:, 0] * torch.tensor([1, 0])
+    entries = {"x": flat["x"][:, 0], "transformer_memory": {"x": held}, STEPS: steps}
+    frame = TensorDict(entries, [len(flat)])
+    for t in range(batch.shape[-1]):
+        x, is_init = flat["x"][:, t], flat["is_init"][:, t]
+        frame["x"], frame["is_init"] = x, is_init
+        output, held, steps = step(x, held, steps, is_init)
+        close((module(frame)["y"], output), (flat["expected"][:, t],) * 2, 1e-12)
+        frame.update(frame["next"])
+
+
+@nightly
+@torch.no_grad()
 def test_one_step_from_another_memory_than_the_last():
     networks = make()
     module, _ = body_of(networks.actor)

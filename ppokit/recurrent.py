@@ -165,10 +165,11 @@ class TransformerModule(TensorDictModuleBase):
     given: the memory is never stale, rows may start anywhere, and gradients go through the whole
     context, the encoder included.
 
-    In recurrent mode, which losses and :class:`~ppokit.GAE` set, a whole row is one window. It
-    reads the memory before the row's first frame, honours episode starts within the row, and
-    ignores frames after the last True at ``("collector", "mask")``. It writes the output alone.
-    Otherwise it computes one step from the memory before it, and writes the memory after it.
+    In recurrent mode (``torchrl.modules.set_recurrent_mode``), which losses and
+    :class:`~ppokit.GAE` set, a whole row is one window. The module then reads the memory before
+    the row's first frame, honours episode starts within the row, ignores frames after the last
+    True at ``("collector", "mask")``, and writes the output alone. Otherwise it computes one step
+    from the memory before it, and writes the memory after it, too.
     :class:`~ppokit.GymCollector` calls :meth:`stepper`, which keeps keys and values for a batch.
 
     Args:
@@ -180,7 +181,6 @@ class TransformerModule(TensorDictModuleBase):
         encoder: from the inputs ``[R, T, *shape]`` to features ``[R, T, I]``; None for one input
             ``[R, T, I]``.
         name: the first letters of the names of the memory: a critic's own needs other ones.
-        default_recurrent_mode: outside of ``torchrl.modules.set_recurrent_mode``.
 
     Shape:
         - inputs: ``[*B, *shape]``, in recurrent mode ``[*B, T, *shape]``; ``"is_init"`` bool
@@ -230,18 +230,13 @@ class TransformerModule(TensorDictModuleBase):
         *,
         encoder: nn.Module | None = None,
         name: str = "",
-        default_recurrent_mode: bool = False,
     ) -> None:
         check_has_transformer()
         super().__init__()
         self.transformer, self.encoder = cast("Any", transformer), encoder
         self.specs = {as_key(key): spec for key, spec in specs.items()}
         if not self.specs or (encoder is None and len(self.specs) > 1):
-            raise ValueError(
-                f"specs names the inputs {[*self.specs]}: give one, or several and an encoder that "
-                "joins them."
-            )
-        self.default_recurrent_mode = default_recurrent_mode
+            raise ValueError(f"specs names {[*self.specs]}: one input, or several and an encoder.")
         memories = [as_key((name + MEMORY, *key_parts(key))) for key in self.specs]
         self._states: list[NestedKey] = [*memories, name + STEPS]
         self.in_keys: list[NestedKey] = [*self.specs, *self._states, IS_INIT]
@@ -256,8 +251,7 @@ class TransformerModule(TensorDictModuleBase):
     @property
     def recurrent_mode(self) -> bool:
         """Whether a call takes rows, and not single steps."""
-        mode = recurrent_mode()
-        return self.default_recurrent_mode if mode is None else mode
+        return bool(recurrent_mode())
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """Return the transform with which torchrl's collectors carry the memory."""

@@ -663,7 +663,7 @@ def test_a_module_of_plain_inputs_and_its_options():
     expected, _ = transformer(inputs, torch.arange(6).expand(2, 6))
     close(output, expected[:, 2:], 1e-6)
     assert copy.deepcopy(module).in_keys == module.in_keys
-    with pytest.raises(ValueError, match="give one, or several and an encoder"):
+    with pytest.raises(ValueError, match="one input, or several and an encoder"):
         TransformerModule(transformer, {"x": Unbounded(3), "z": Unbounded(1)}, "y")
     batch["is_init"] = torch.zeros(2, 4, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="it is one flag for each frame"):

@@ -98,7 +98,7 @@ def actor_critic(
             ``"nature"``, and everything else is flattened.
         memory: ``"lstm"`` (:class:`~ppokit.LSTMModule`), ``"gru"`` or ``"transformer"``
             (:class:`~ppokit.TransformerModule`, if torchrl has one) between encoder and hidden
-            layers; None for none.
+            layers, with torch's initial weights; None for none.
         memory_size: units of the memory.
         context: of a transformer, at least the number of steps of the longest episode.
         layers: of a transformer.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ppokit.evaluation import evaluate
     from ppokit.objectives import DualClipPPOLoss
     from ppokit.policies import TensorActor
-    from ppokit.recurrent import GRUModule, LSTMModule
+    from ppokit.recurrent import GRUModule, LSTMModule, TransformerModule
     from ppokit.rewards import RewardNormalizer
     from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
     from ppokit.sequences import SequenceBatcher
@@ -40,6 +40,7 @@ __all__ = [
     "StepSchedule",
     "TensorActor",
     "TrainingStep",
+    "TransformerModule",
     "diagnose",
     "evaluate",
     "functional",
@@ -59,7 +60,7 @@ _MODULES = {
     "evaluation": ("evaluate",),
     "objectives": ("DualClipPPOLoss",),
     "policies": ("TensorActor",),
-    "recurrent": ("GRUModule", "LSTMModule"),
+    "recurrent": ("GRUModule", "LSTMModule", "TransformerModule"),
     "rewards": ("RewardNormalizer",),
     "schedules": ("InterpSchedule", "ParameterScheduler", "StepSchedule"),
     "sequences": ("SequenceBatcher",),

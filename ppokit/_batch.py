@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, unravel_key
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 
 from ppokit.functional._checks import check_bool, check_same_shape
@@ -17,6 +17,8 @@ MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
 VERSION_KEY = "policy_version"
 IS_INIT = "is_init"  #: whether an episode starts
+#: of a transformer: the inputs of an episode before a frame; how many there are, and frames since
+MEMORY, STEPS = "transformer_memory", "transformer_steps"
 BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
 _CACHED = 2**23  # bytes
 
@@ -330,14 +332,105 @@ def check_stored(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> None:
 
 
 def recurrent_states(policy: Policy) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes (the parameters', not the primer's) of a policy's states."""
+    """Return shapes and dtypes of a policy's states: the parameters', not the primer's.
+
+    The memory of a transformer holds inputs, and has their dtype.
+    """
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    return {
-        as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))
-        for module in modules
-        if hasattr(module, "make_tensordict_primer")
-        for key, spec in module.make_tensordict_primer().primers.items(True, True)
-    }
+    found: dict[NestedKey, tuple[torch.Size, torch.dtype]] = {}
+    for module in modules:
+        if hasattr(module, "make_tensordict_primer"):
+            for key, spec in module.make_tensordict_primer().primers.items(True, True):
+                own = () if is_of_transformer(key) else module.parameters()
+                found[as_key(key)] = spec.shape, next((p.dtype for p in own), spec.dtype)
+    return found
+
+
+# -- transformers
+
+
+def is_memory(key: NestedKey) -> bool:
+    """Return whether an entry is the memory of a transformer, which is stored once for a row."""
+    return key_parts(key)[0].endswith(MEMORY)
+
+
+def is_of_transformer(key: NestedKey) -> bool:
+    """Return whether an entry is the memory of a transformer, or the numbers of its inputs."""
+    return key_parts(key)[0].endswith((MEMORY, STEPS))
+
+
+def memories_in(batch: TensorDictBase) -> list[NestedKey]:
+    """Return the entries of a batch with inputs that transformers remember.
+
+    They hold the memory before the first frame of a row ``[*B, T, context, ...]``, which is the
+    same at each of its frames, and is stored once.
+    """
+    groups = [key for key in batch.keys() if key.endswith(MEMORY)]
+    return [as_key((key, *key_parts(x))) for key in groups for x in batch.get(key).keys(True, True)]
+
+
+def steps_key(memory: NestedKey) -> NestedKey:
+    """Return the entry ``[*B, T, 2]`` with the numbers of the inputs in a transformer's memory.
+
+    They are the earlier frames of the episode, and those of the row since the memory was stored.
+    """
+    return key_parts(memory)[0].removesuffix(MEMORY) + STEPS
+
+
+def copy_frames(batch: TensorDictBase) -> TensorDictBase:
+    """Return a copy of a batch, whose memories of transformers are not copied for each frame."""
+    memories = {key: batch.get(key) for key in memories_in(batch)}
+    copy = batch.exclude(*memories).clone()
+    for key, memory in memories.items():
+        copy.set(key, memory)
+    return copy
+
+
+def memory_at(
+    batch: TensorDictBase, memory: NestedKey, places: Tensor, *, after: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return a transformer's memory ``[K, context, ...]`` before some frames, or after them.
+
+    ``places`` ``[K]`` are those of the frames in the flattened batch. Inputs come from the earlier
+    frames of the row, and from the memory before its first frame. Returned, too, is how many
+    inputs the memory of each place has ``[K]``; what is behind them is not to be read.
+
+    Raises:
+        KeyError: the batch lacks the inputs, or their number.
+        ValueError: the row lacks earlier frames, or the episode is longer than the context.
+    """
+    of_input, width = as_key(key_parts(memory)[1:]), batch.batch_size[-1]
+    steps = get_tensor(batch, steps_key(memory), fix=STATE_FIX).reshape(-1, 2)[places]
+    if (starts := get_if_any(batch, IS_INIT)) is not None:
+        steps = steps.masked_fill(starts.reshape(-1, 1)[places], 0)
+    count, since = (steps + after).unbind(1)
+    time = places % width + after
+    stored = batch.get(memory)[torch.unravel_index(places, batch.batch_size)]
+    check_context(count, context := stored.shape[1])
+    if (torch.minimum(count, since) > time).any():
+        raise ValueError(
+            f"{as_key(memory)!r} is the memory before the first frame of a row, and the batch of "
+            f"shape {list(batch.batch_size)} lacks the frames between: it was cut along time. Cut "
+            "it with SequenceBatcher, or at episode starts."
+        )
+    x = get_tensor(batch, of_input, fix="A transformer remembers it.").flatten(0, batch.ndim - 1)
+    slots = torch.arange(context, device=places.device)
+    count, since = count.unsqueeze(1), since.unsqueeze(1)
+    source = (places // width * width + time).unsqueeze(1) - count + slots
+    seen = x[source.clamp(0, len(x) - 1)]
+    in_row = expand_as_right((slots >= count - since) & (slots < count), seen)
+    return torch.where(in_row, seen, stored.to(seen.dtype)), count.squeeze(1)
+
+
+def check_context(count: Tensor, context: int) -> None:
+    """Raise a ValueError if a frame has more earlier frames in its episode than are remembered."""
+    if count.numel() and (most := int(count.max())) > context:
+        raise ValueError(
+            f"A transformer with context={context} remembers {context} frames, and an episode has "
+            f"{most} before this one. Pass actor_critic(context=...) the number of steps of the "
+            "longest episode (a transformer of your own: max_seq_len, that number plus 1), or end "
+            "episodes earlier, by gymnasium's TimeLimit."
+        )
 
 
 def breaks_graphs(*networks: nn.Module | None) -> bool:

@@ -1,28 +1,54 @@
-"""LSTMModule and GRUModule: torchrl's recurrent modules without splitting batches."""
+"""LSTMModule, GRUModule and TransformerModule: memories that run over whole batches."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from itertools import groupby
 from typing import Any, TypeGuard, cast
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import dispatch
+from tensordict.nn import TensorDictModuleBase, dispatch
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
+from torchrl.data import TensorSpec, Unbounded
+from torchrl.envs import TensorDictPrimer
 from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
+from torchrl.modules import recurrent_mode
 
 from ppokit import kernels
-from ppokit._batch import STATE_FIX, get_tensor, takes_tensordict, valid_mask
+from ppokit._batch import (
+    IS_INIT,
+    MEMORY,
+    STATE_FIX,
+    STEPS,
+    as_key,
+    check_context,
+    get_tensor,
+    key_parts,
+    takes_tensordict,
+    valid_mask,
+)
 from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
 from ppokit.kernels.operator import run_lstm
 
 _Module = TorchRLLSTMModule | TorchRLGRUModule
+
+try:  # torchrl 0.14 has no transformer
+    from torchrl.modules import (
+        CausalTransformer,  # pyright: ignore[reportAttributeAccessIssue]
+        positions_from_is_init,  # pyright: ignore[reportAttributeAccessIssue]
+        segment_causal_mask_from_is_init,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+except ImportError:
+    CausalTransformer = None
+    positions_from_is_init = segment_causal_mask_from_is_init = cast("Any", None)
 
 
 class _Unsplit(WholeState):
@@ -137,14 +163,280 @@ class GRUModule(_Unsplit, TorchRLGRUModule):
     """
 
 
-def is_memory(module: nn.Module) -> TypeGuard[_Module]:
-    """Return whether a module is an LSTMModule or a GRUModule of this file."""
-    return isinstance(module, _Unsplit)
+class TransformerModule(TensorDictModuleBase):
+    r"""torchrl's causal transformer, with the inputs of an episode so far as its memory.
+
+    With :math:`e` the encoder, and :math:`x_1, ..., x_t` the inputs since the episode's start,
+
+    .. math:: y_t = f_\theta(e_\theta(x_1), ..., e_\theta(x_t))_t,
+
+    where :math:`f` is a transformer with positions counted from the episode's start. torchrl's own
+    ``TransformerModule`` keeps keys and values, forgets them where weights change, and trains on
+    rows that start with an episode. This module remembers the inputs themselves, as they were
+    given: the memory is never stale, rows may start anywhere, and gradients go through the whole
+    context, the encoder included.
+
+    In recurrent mode (``torchrl.modules.set_recurrent_mode``), which losses and
+    :class:`~ppokit.GAE` set, a whole row is one window. The module then reads the memory before
+    the row's first frame, honours episode starts within the row, ignores frames after the last
+    True at ``("collector", "mask")``, and writes the output alone. Otherwise it computes one step
+    from the memory before it, and writes the memory after it, too.
+    :class:`~ppokit.GymCollector` calls :meth:`stepper`, which keeps keys and values for a batch.
+
+    Args:
+        transformer: torchrl's ``CausalTransformer``, or a module with its interface. Its
+            ``max_seq_len`` is the number of steps of the longest episode, plus 1 for the
+            observation after the last step.
+        specs: the inputs, and their shapes and dtypes.
+        out_key: of the output.
+        encoder: from the inputs ``[R, T, *shape]`` to features ``[R, T, I]``; None for one input
+            ``[R, T, I]``.
+        name: the first letters of the names of the memory: a critic's own needs other ones.
+
+    Shape:
+        - inputs: ``[*B, *shape]``, in recurrent mode ``[*B, T, *shape]``; ``"is_init"`` bool
+          ``[*B, T, 1]``.
+        - memory: an entry ``(name + "transformer_memory", input)`` for each input, ``[*B, T,
+          context, *shape]``, with ``context = max_seq_len - 1``. In recurrent mode its first frame
+          is read: :class:`~ppokit.GymCollector` stores one for a row, and
+          :class:`~ppokit.SequenceBatcher` one for a sequence, expanded over its frames.
+        - ``name + "transformer_steps"``: int64 ``[*B, T, 2]``, how many frames of the episode are
+          before this one, and how many frames of the row since its memory was stored.
+        - output: ``[*B, T, H]``.
+
+    Raises:
+        ImportError: torchrl has no transformer.
+        KeyError: an entry is missing.
+        ValueError: an episode is longer than the context, a row was cut off from its memory, or
+            lacks frames within an episode.
+
+    References:
+        Vaswani et al., 2017, "Attention Is All You Need"; Parisotto et al., 2020, "Stabilizing
+        Transformers for Reinforcement Learning"; torchrl pull request 4193.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Unbounded
+        >>> from torchrl.modules import CausalTransformer, set_recurrent_mode
+        >>> from ppokit import TransformerModule
+        >>> transformer = CausalTransformer(3, 8, num_heads=2, max_seq_len=6)
+        >>> module = TransformerModule(transformer, {"x": Unbounded(3)}, "features")
+        >>> batch = TensorDict({"x": torch.randn(2, 5, 3)}, [2, 5])
+        >>> batch["is_init"] = torch.zeros(2, 5, 1, dtype=torch.bool)
+        >>> batch["transformer_memory"] = {"x": torch.randn(2, 1, 5, 3).expand(2, 5, 5, 3)}
+        >>> batch["transformer_steps"] = torch.arange(5).view(5, 1).expand(2, 5, 2)
+        >>> with set_recurrent_mode(True):
+        ...     module(batch)["features"].shape
+        torch.Size([2, 5, 8])
+    """
+
+    recurrent_backend = "auto"  # what no graph holds
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        specs: Mapping[NestedKey, TensorSpec],
+        out_key: NestedKey,
+        *,
+        encoder: nn.Module | None = None,
+        name: str = "",
+    ) -> None:
+        check_has_transformer()
+        super().__init__()
+        self.transformer, self.encoder = cast("Any", transformer), encoder
+        self.specs = {as_key(key): spec for key, spec in specs.items()}
+        if not self.specs or (encoder is None and len(self.specs) > 1):
+            raise ValueError(f"specs names {[*self.specs]}: one input, or several and an encoder.")
+        memories = [as_key((name + MEMORY, *key_parts(key))) for key in self.specs]
+        self._states: list[NestedKey] = [*memories, name + STEPS]
+        self.in_keys: list[NestedKey] = [*self.specs, *self._states, IS_INIT]
+        after = (as_key(("next", *key_parts(x))) for x in self._states)
+        self.out_keys: list[NestedKey] = [out_key, *after]
+
+    @property
+    def context(self) -> int:
+        """The number of earlier frames that an episode may have."""
+        return self.transformer.max_seq_len - 1
+
+    @property
+    def recurrent_mode(self) -> bool:
+        """Whether a call takes rows, and not single steps."""
+        return bool(recurrent_mode())
+
+    def make_tensordict_primer(self) -> TensorDictPrimer:
+        """Return the transform with which torchrl's collectors carry the memory."""
+        *memories, steps = self._states
+        specs: dict[NestedKey, TensorSpec] = {steps: Unbounded(torch.Size([2]), dtype=torch.int64)}
+        for key, spec in zip(memories, self.specs.values(), strict=True):
+            specs[key] = Unbounded(torch.Size([self.context, *spec.shape]), dtype=spec.dtype)
+        return TensorDictPrimer(specs, expand_specs=True)  # pyright: ignore[reportArgumentType]
+
+    @dispatch  # pyright: ignore[reportArgumentType]
+    @torch.compiler.disable
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        """Write the output, and of a single step the memory after it; return the TensorDict."""
+        shape, is_window = tensordict.batch_size, self.recurrent_mode
+        frames = tensordict if is_window else tensordict.unsqueeze(-1)
+        if not (frames.ndim and frames.batch_size.numel()):
+            raise ValueError(f"A batch of shape {list(shape)} has no rows of frames.")
+        mask = valid_mask(frames)
+        is_init, real = _starts_of(frames, None if mask is None or mask.all() else mask)
+        entries = [get_tensor(frames, key, fix=STATE_FIX) for key in self.in_keys[:-1]]
+        entries = [x.reshape(*is_init.shape, *x.shape[frames.ndim :]) for x in entries]
+        inputs, states = entries[: len(self.specs)], entries[len(self.specs) :]
+        *memories, steps = (x[:, 0] for x in states)
+        alone = is_init if real is None else is_init | ~real
+        number = states[-1][..., 0].masked_fill(is_init, 0)
+        if (lost := (number[:, 1:] != number[:, :-1] + 1) & ~alone[:, 1:]).any():
+            row, step = lost.nonzero()[0].tolist()
+            raise ValueError(
+                f"{self._states[-1]!r} of row {row} has {number[row, step : step + 2].tolist()} at "
+                f"steps {step} and {step + 1}, within an episode: the row lacks frames between "
+                'them, or its padding is not False at ("collector", "mask").'
+            )
+        count = self._count(steps, alone[:, 0])
+        output = self._window(inputs, memories, count, is_init, real)
+        tensordict.set(self.out_keys[0], output.reshape(*shape, output.shape[-1]))
+        if not is_window:
+            after = _memories_after(memories, count, inputs)
+            for key, x in zip(self.out_keys[1:], after, strict=True):
+                tensordict.set(key, x.reshape(*shape, *x.shape[1:]))
+        return tensordict
+
+    def stepper(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Return one step as a function of the entries of ``in_keys``, that returns those written.
+
+        From the second call on it keeps keys and values, and so is called while no weights change.
+        If it is given another memory than it returned, it computes a step from that. It returns
+        memories that it writes to in the next call.
+        """
+        after: Sequence[Tensor] = ()
+        cache: object = None
+
+        def step(*given: Tensor) -> tuple[Tensor, ...]:
+            nonlocal after, cache
+            shape, held = given[-1].shape[:-1], given[len(self.specs) : -2]
+            x = [y.reshape(-1, *y.shape[len(shape) :]) for y in given]
+            inputs = [y.unsqueeze(1) for y in x[: len(self.specs)]]
+            *memories, steps, is_init = x[len(self.specs) :]
+            count = self._count(steps, is_init.squeeze(1))
+            if not after or any(y is not z for y, z in zip(held, after, strict=True)):
+                output = self._window(inputs, memories, count, is_init)
+                *memories, _ = _memories_after(memories, count, inputs)
+                after, cache = [y.reshape(*shape, *y.shape[1:]) for y in memories], None
+            else:
+                cache = self._prefilled(memories, count) if cache is None else cache
+                cache = self.transformer.reset_kv_cache(cache, is_init.squeeze(1))
+                features, positions = self._features(inputs), count.unsqueeze(1)
+                output, cache = self.transformer(features, positions, kv_cache=cache)
+                for memory, y in zip(memories, inputs, strict=True):  # which after is a view of
+                    _append(memory, count, y)
+            output = output.reshape(*shape, output.shape[-1])
+            return output, *after, _counted(count).reshape(*shape, 2)
+
+        return step
+
+    def _count(self, steps: Tensor, is_init: Tensor) -> Tensor:
+        """Return the number of inputs in the memory of each row ``[R]``, which must be its own."""
+        count, since = steps.masked_fill(is_init.unsqueeze(1), 0).unbind(1)
+        check_context(count, self.context)
+        if ((count > 0) & (since > 0)).any():
+            raise ValueError(
+                f"{self._states[0]!r} is the memory before an earlier frame than the first that is "
+                "given. Call the network in recurrent mode (torchrl.modules.set_recurrent_mode), "
+                "on whole rows of a batch or on sequences of SequenceBatcher."
+            )
+        return count
+
+    def _window(
+        self,
+        inputs: Sequence[Tensor],
+        memories: Sequence[Tensor],
+        count: Tensor,
+        is_init: Tensor,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output ``[R, T, H]`` of rows, after so many inputs of their memories."""
+        held, starts = int(count.max()), is_init.clone()
+        starts[:, 0] = count == 0
+        if real is not None:  # padding is alone, and may not be finite
+            starts |= ~real
+            inputs = [x.masked_fill(~expand_as_right(real, x), 0) for x in inputs]
+        if held:
+            slots = torch.arange(held, device=count.device) - held + count.unsqueeze(1)
+            before = [_taken(memory, slots) for memory in memories]
+            inputs = [torch.cat([x.to(y), y], 1) for x, y in zip(before, inputs, strict=True)]
+            starts = torch.cat([slots <= 0, starts], 1)
+        positions = positions_from_is_init(starts)
+        check_context(positions, self.context)
+        mask = segment_causal_mask_from_is_init(starts)
+        return self.transformer(self._features(inputs), positions, mask=mask)[0][:, held:]
+
+    def _features(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the transformer's input, in the dtype of its parameters."""
+        features = inputs[0] if self.encoder is None else self.encoder(*inputs)
+        return features.to(next(self.transformer.parameters()).dtype)
+
+    def _prefilled(self, memories: Sequence[Tensor], count: Tensor) -> object:
+        """Return the keys and values of so many inputs in the memory of each row."""
+        cache = self.transformer.new_kv_cache(len(count), device=count.device)
+        positions = torch.arange(int(count.max()), device=count.device).expand(len(count), -1)
+        slots = positions.masked_fill(positions >= count.unsqueeze(1), -1)
+        features = self._features([_taken(x, slots) for x in memories]) if slots.numel() else slots
+        for t in range(slots.shape[1]):  # what follows an input that counts is replaced when read
+            at = slice(t, t + 1)
+            _, cache = self.transformer(features[:, at], positions[:, at], kv_cache=cache)
+        return cache
 
 
-def no_graph_of(module: _Module, amp_dtype: torch.dtype | None) -> str | None:
+def check_has_transformer() -> None:
+    """Raise an ImportError if the installed torchrl has no transformer."""
+    if CausalTransformer is None:
+        raise ImportError(
+            "A transformer needs torchrl.modules.CausalTransformer, which torchrl "
+            f"{version('torchrl')} does not have: pip install torchrl-nightly tensordict-nightly "
+            "(of October 2026 or later). LSTMModule and GRUModule need no nightly."
+        )
+
+
+def _taken(memory: Tensor, slots: Tensor) -> Tensor:
+    """Return the inputs ``[R, n, ...]`` of these slots of a memory, and zeros for negative ones."""
+    taken = memory[torch.arange(len(memory), device=memory.device).unsqueeze(1), slots.clamp_min(0)]
+    return taken.masked_fill(expand_as_right(slots < 0, taken), 0)
+
+
+def _append(memory: Tensor, count: Tensor, x: Tensor) -> None:
+    """Write an input ``[R, 1, ...]`` behind so many in a memory, unless that is full."""
+    rows = (count < memory.shape[1]).nonzero().squeeze(1)
+    memory[rows, count[rows]] = x[rows, 0].detach().to(memory.dtype)
+
+
+def _counted(count: Tensor) -> Tensor:
+    """Return the numbers ``[R, 2]`` of the memory after a step."""
+    return torch.stack([count + 1, torch.zeros_like(count)], 1)
+
+
+def _memories_after(
+    memories: Sequence[Tensor], count: Tensor, inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return copies of the memories, in the dtypes of the inputs and with them; their numbers."""
+    copies = [torch.empty_like(x, dtype=y.dtype) for x, y in zip(memories, inputs, strict=True)]
+    for copy, memory, x in zip(copies, memories, inputs, strict=True):
+        _append(copy.copy_(memory.detach()), count, x)
+    return [*copies, _counted(count)]
+
+
+def has_memory(module: nn.Module) -> TypeGuard[_Module | TransformerModule]:
+    """Return whether a module is one of these."""
+    return isinstance(module, (_Unsplit, TransformerModule))
+
+
+def no_graph_of(module: _Module | TransformerModule, amp_dtype: torch.dtype | None) -> str | None:
     """Return why the graph of a training step cannot hold a recurrent module, or None."""
-    network = module.lstm if isinstance(module, TorchRLLSTMModule) else module.gru
+    network = module.lstm if isinstance(module, TorchRLLSTMModule) else None
     if type(network) is not nn.LSTM or network.num_layers > 1 or network.bidirectional:
         return "is no nn.LSTM of one layer, the one that a graph can hold"
     if not network.bias or network.proj_size or not torch.backends.mkldnn.is_available():
@@ -212,9 +504,8 @@ def _run(
     if not (is_batch and is_plain) or len(is_missing) > 1 or kernels.in_function_transform():
         return parent(tensordict)
     mask = valid_mask(tensordict)
-    x, is_init, real, states = _read(
-        module, tensordict, None if mask is None or mask.all() else mask
-    )
+    given = _read(module, tensordict, None if mask is None or mask.all() else mask)
+    x, is_init, real, states = given
     knows_states = real is None or not real.any()
     if (knows_states or torch.is_grad_enabled()) and not is_init[:, 1:].any():
         found = _run_rows(network, x, [state[:, 0] for state in states], real)
@@ -226,24 +517,11 @@ def _run(
 def _read(
     module: _Module, tensordict: TensorDictBase, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-    """Return input, episode starts, frames that are no padding or None, and states ``[N, T]``."""
-    is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
-    entries = [tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict]
-    # Sizes of a TensorDict are constants of a graph; those of its entries are not.
-    shape = entries[0].shape[:-1] if is_dynamo_compiling() else tensordict.batch_size
-    check_bool("is_init", is_init)
-    if (is_init.squeeze(-1) if is_init.ndim > len(shape) else is_init).shape != shape:
-        raise ValueError(
-            f"'is_init' has shape {list(is_init.shape)}; it is one flag for each frame of "
-            f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
-        )
-    rows, steps = shape[:-1].numel(), shape[-1]
-    is_init, real = is_init.reshape(rows, steps), None
-    if mask is not None:
-        # The frames after the last valid frame of a row are padding.
-        real = mask.reshape(rows, steps).flip(1).cummax(1).values.flip(1)
-        is_init = is_init & real
-    x, *states = (entry.reshape(rows, steps, *entry.shape[len(shape) :]) for entry in entries)
+    """Return input, episode starts, frames that are no padding or None, and states ``[R, T]``."""
+    is_init, real = _starts_of(tensordict, mask)
+    is_init = is_init if real is None else is_init & real
+    entries = (tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict)
+    x, *states = (x.reshape(*is_init.shape, *x.shape[tensordict.ndim :]) for x in entries)
     return x, is_init, real, [state.to(x.dtype) for state in states]
 
 
@@ -253,6 +531,24 @@ def _write(module: _Module, tensordict: TensorDictBase, found: Sequence[Tensor])
     for key, made in zip(module.out_keys, found, strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
+
+
+def _starts_of(tensordict: TensorDictBase, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return episode starts ``[R, T]``, and the frames that are not padding if there is a mask.
+
+    The frames after the last valid frame of a row are padding.
+    """
+    shape = tensordict.batch_size
+    is_init = get_tensor(tensordict, IS_INIT, fix=STATE_FIX)
+    check_bool(IS_INIT, is_init)
+    if (is_init.squeeze(-1) if is_init.ndim > len(shape) else is_init).shape != shape:
+        raise ValueError(
+            f"{IS_INIT!r} has shape {list(is_init.shape)}; it is one flag for each frame of "
+            f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
+        )
+    rows = shape[:-1].numel(), shape[-1]
+    real = None if mask is None else mask.reshape(rows).flip(1).cummax(1).values.flip(1)
+    return is_init.reshape(rows), real
 
 
 def _run_rows(

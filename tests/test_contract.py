@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torchrl.modules
 from tensordict import TensorDict
+from tensordict.utils import NestedKey
 from torch import nn
+from torchrl.data import Unbounded
 from torchrl.modules import ValueOperator
 
 import ppokit
@@ -25,9 +28,11 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
     TensorActor,
+    TransformerModule,
 )
 from ppokit.testing import CHECKS, BlockCase
 from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.marks import HAS_TRANSFORMER
 
 
 def rollout(seed: int) -> TensorDict:
@@ -114,6 +119,25 @@ def nested_recurrent(kind: type[LSTMModule] | type[GRUModule]) -> LSTMModule | G
     keys = [("agent", state) for state in ("h", "c")[: 2 if kind is LSTMModule else 1]]
     out_keys = [("agent", "features"), *(("next", *key) for key in keys)]
     return recurrent(kind, in_keys=[SEEN, *keys, "is_init"], out_keys=out_keys)
+
+
+MEMORY = ("transformer_memory", "observation")
+
+
+def transformer(key: NestedKey = "observation") -> TransformerModule:
+    torch.manual_seed(0)
+    network = torchrl.modules.CausalTransformer(4, 4, num_heads=2, max_seq_len=16)
+    specs: Any = {key: Unbounded(4)}
+    return TransformerModule(network, specs, "features")  # single steps: all out_keys
+
+
+def remembered(seed: int) -> TensorDict:
+    batch = rollout(seed)
+    rows, steps = batch.shape
+    generator = torch.Generator().manual_seed(seed)
+    batch[MEMORY] = torch.randn(rows, 1, 15, 4, generator=generator).expand(-1, steps, -1, -1)
+    batch["transformer_steps"] = torch.tensor([3, 0]).expand(rows, steps, 2)
+    return batch
 
 
 def sequences(seq_len: int, burn_in: int = 0, *, nested: bool = False) -> SequenceBatcher:
@@ -205,6 +229,16 @@ CASES = {
     ),
 }
 
+if HAS_TRANSFORMER:
+    CASES["TransformerModule"] = BlockCase(
+        transformer,
+        remembered,
+        required=["observation", MEMORY, "transformer_steps", "is_init"],
+        differentiable=["features"],
+        make_nested=lambda: transformer(SEEN),
+        nested={"observation": SEEN, MEMORY: ("transformer_memory", *SEEN)},
+    )
+
 MARKS = {"compiled_equals_eager": pytest.mark.slow}  # seconds for each block
 every_block = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -237,6 +271,8 @@ def test_every_public_block_is_here():
         "TrainingStep",
         "Finding",
     }
+    if "TransformerModule" not in CASES:
+        blocks.remove("TransformerModule")
     assert blocks - called_with_numbers == {name.split(",")[0] for name in CASES}
 
 

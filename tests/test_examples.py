@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import ppokit
+from tests.marks import nightly
 
 
 def examples() -> Iterator[doctest.DocTest]:
@@ -28,7 +29,11 @@ def examples() -> Iterator[doctest.DocTest]:
 EXAMPLES = {example.name: example for example in examples()}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+NEEDS_NIGHTLY = "ppokit.recurrent.TransformerModule"
+NAMES = [pytest.param(name, marks=nightly) if name == NEEDS_NIGHTLY else name for name in EXAMPLES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_needs_no_other_names(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -175,6 +175,11 @@ PRINTED = [
         [r"\(2, 32\) -> \(\d+, 8\), 64 valid frames", r"(?:4|5)\d% right, remembers=False"],
         marks=SLOW,
     ),
+    pytest.param(
+        "memory_tasks",
+        [r"four frames: [123]\d% right", r"GRU: \d+% right", r"'LSTM': '(?:0e\+00|\de-\d\d)'"],
+        marks=SLOW,
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModule, dispatch, set_skip_existing
 from tensordict.nn import skip_existing as skip_existing_outputs
 from tensordict.utils import NestedKey, expand_as_right, unravel_key
 from torch import Tensor
+from torchrl.modules import set_recurrent_mode
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
@@ -26,15 +27,20 @@ from ppokit._batch import (
     check_stored,
     check_trajectories,
     check_writable,
+    copy_frames,
     get_if_any,
     get_tensor,
     in_keys_of,
     in_parts,
     is_init,
+    is_of_transformer,
     is_recurrent,
     last_valid_steps,
+    memories_in,
+    memory_at,
     per_frame,
     state_keys,
+    steps_key,
     stored_keys,
     takes_tensordict,
     valid_mask,
@@ -328,7 +334,8 @@ class GAE(WholeState, TorchRLGAE):
             value = get_tensor(tensordict, key, fix=fix)
             return value, get_tensor(tensordict, ("next", key), fix=fix), None
         if is_recurrent(self.value_network):  # without a state it would start from zero, silently
-            following = [unravel_key(("next", key)) for key in state_keys(self.value_network)]
+            keys = [x for x in state_keys(self.value_network) if not is_of_transformer(x)]
+            following = [unravel_key(("next", key)) for key in keys]
             check_stored(tensordict, [*stored_keys(self.value_network), *following])
             if dim != tensordict.ndim - 1:
                 raise ValueError(
@@ -408,6 +415,8 @@ class GAE(WholeState, TorchRLGAE):
 
         with holding(params):
             inputs = tensordict.select(*network.in_keys, strict=False)
+            if mask is not None and memories_in(inputs):
+                inputs.set(MASK_KEY, mask)
             size = self.value_chunk_size
             has_rows = is_recurrent(network) or self.num_chunks is not None
             if has_rows or (size is None and torch.compiler.is_compiling()):
@@ -468,8 +477,11 @@ class GAE(WholeState, TorchRLGAE):
         fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
         key, network = self.tensor_keys.value, self.value_network
         assert network is not None
-        # a network may work in place, and the batch is the user's
-        values = [get_tensor(network(chunk.clone()), key, fix=fix) for chunk in chunks]
+        in_rows = any(map(is_of_transformer, in_keys_of(network)))  # others go on from each state
+        with set_recurrent_mode(True) if in_rows else nullcontext():
+            # a network may work in place, and the batch is the user's
+            found = [network(copy_frames(chunk)) for chunk in chunks]
+        values = [get_tensor(x, key, fix=fix) for x in found]
         return values[0] if len(values) == 1 else torch.cat(values, dim)
 
     def _ends_of_frames(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
@@ -562,6 +574,12 @@ def _bootstrap_inputs(
         found = tensordict.get(key, None) if after is None else after
         if found is not None:
             inputs.set(key, found if steps is None else found[steps])
+    for key in memories_in(tensordict.select(*network.in_keys, strict=False)):
+        places = torch.arange(tensordict.numel(), device=tensordict.device).view(tensordict.shape)
+        places = (places if steps is None else places[steps]).flatten()
+        memory, count = memory_at(tensordict, key, places, after=1)
+        inputs.set(key, memory.view(*batch_size, *memory.shape[1:]))
+        inputs.set(steps_key(key), torch.stack([count, 0 * count], 1).view(*batch_size, 2))
     if is_recurrent(network):  # sequences of one step, which go on from the state before it
         inputs = inputs.unsqueeze(-1)
         for key in filter(is_init, network.in_keys):

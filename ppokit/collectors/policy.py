@@ -20,9 +20,12 @@ from ppokit._batch import (
     Entries,
     Policy,
     in_keys_of,
+    is_memory,
+    is_of_transformer,
     is_private,
     key_parts,
     recurrent_states,
+    steps_key,
 )
 from ppokit.collectors.batch import FLAGS, Columns
 from ppokit.policies.compiled_policy import CompiledPolicy
@@ -41,7 +44,8 @@ class CollectorPolicy:
     """A policy as a collector calls it: in a graph, on tensors or on a TensorDict.
 
     A recurrent state is zero where an episode starts, and otherwise the entry ``("next", state)``
-    that the policy wrote a step before, in this batch or the last.
+    that the policy wrote a step before, in this batch or the last. The memory of a transformer is
+    written once for a batch, as it is before the first step.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class CollectorPolicy:
             self._is_init = ~self._flags["done"]
         self._policy, self._transform = policy, transform
         self._action, self._seen = [], 0  # starts that states were set to zero for
+        self._is_first = True
         self._kept = kept
         found = self._on_tensors(policy, transform, exploration_type)
         self._tensor_policy = None if isinstance(found, str) else found
@@ -165,9 +170,14 @@ class CollectorPolicy:
     def _carry(self, memory: Entries, written: Entries) -> None:
         """Keep the states after a step, and write those before it."""
         for key in self._states:
-            self._states[key] = written.get(("next", *key_parts(key)), memory[key])
+            after = ("next", *key_parts(key))
+            self._states[key] = written.get(after, memory[key])
+            if is_of_transformer(key):
+                written.pop(after, None)
         for key, value in memory.items():
-            written.setdefault(key, value)
+            if self._is_first or not is_memory(key):
+                written.setdefault(key, value)
+        self._is_first = False
         written["next", IS_INIT] = self._flags["done"]
         self._is_init = self._flags["done"]
 
@@ -180,13 +190,18 @@ class CollectorPolicy:
         self._is_init = self._is_init.clone()
         self._is_init[started] = True
         for key, state in self._states.items():
-            self._states[key] = state.clone()
-            self._states[key][started] = 0
+            if not is_memory(key):  # which begins where "is_init" is True
+                self._states[key] = state.clone()
+                self._states[key][started] = 0
 
     def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         self._begin_episodes(starts)
         transformed, written = self._transformed.take(), self._written.take()
+        for key in filter(is_memory, self._memory):
+            of_steps = written[steps_key(key)]
+            of_steps[..., 1] = torch.arange(of_steps.shape[1], device=of_steps.device)
+            written[key] = written[key].expand(-1, of_steps.shape[1], *written[key].shape[2:])
         if self._function is not None and self._tensor_policy is not None:
             of_memory = [*self._memory, ("next", IS_INIT)] if self._tracks_init else []
             scored = self._tensor_policy.with_log_prob(written, checks=True)

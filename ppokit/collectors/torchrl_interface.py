@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector, Collector
 
-from ppokit._batch import Policy
+from ppokit._batch import Policy, memories_in
 from ppokit._checks import check_device
 from ppokit._state import write_weights
 
@@ -70,8 +70,12 @@ class TorchrlInterface(BaseCollector):
 
     def _as_one(self, batch: TensorDictBase) -> TensorDictBase:
         """Return a batch, in the TensorDict of all batches."""
-        self._one = batch if self._one is None else self._one.update_(batch)
-        return self._one
+        if self._one is not None:
+            return self._one.update_(batch)
+        for key in memories_in(batch):  # which is one for all frames: it could not be written to
+            batch.set(key, batch.get(key).contiguous())
+        self._one = batch
+        return batch
 
     def update_policy_weights_(self, *args: Any, weights_dict: Any = None, **kwargs: Any) -> None:
         """Write weights into the policy, as torchrl's collectors do."""

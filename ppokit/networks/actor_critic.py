@@ -23,7 +23,7 @@ from torchrl.envs import EnvBase
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit._batch import as_key, key_parts
-from ppokit._checks import check_device
+from ppokit._checks import check_device, whole
 from ppokit.networks.encoders import (
     MEMORIES,
     Body,
@@ -35,6 +35,7 @@ from ppokit.networks.encoders import (
     orthogonal,
 )
 from ppokit.networks.heads import Head, make_head
+from ppokit.recurrent import check_has_transformer
 from ppokit.spaces import MASK, OnlySpaces, check_starts, wrap
 
 _LAYERS: dict[str | Callable[[], nn.Module], Callable[..., nn.Module]] = {
@@ -56,6 +57,9 @@ def actor_critic(
     encoder: Encoder | Mapping[NestedKey, Encoder] | None = None,
     memory: str | None = None,
     memory_size: int = 64,
+    context: int = 64,
+    layers: int = 1,
+    heads: int = 4,
     critic_hidden: Sequence[int] | None = None,
     shared: bool = False,
     detach_critic: bool | None = None,
@@ -92,9 +96,13 @@ def actor_critic(
             module is called with floats ``[N, *shape]`` (choices: one-hot vectors ``[N, F]``), and
             actor and critic have a copy each. By default images of at least 36 x 36 pass
             ``"nature"``, and everything else is flattened.
-        memory: ``"lstm"`` (:class:`~ppokit.LSTMModule`) or ``"gru"`` between encoder and hidden
-            layers; None for none.
+        memory: ``"lstm"`` (:class:`~ppokit.LSTMModule`), ``"gru"`` or ``"transformer"``
+            (:class:`~ppokit.TransformerModule`, if torchrl has one) between encoder and hidden
+            layers, with torch's initial weights; None for none.
         memory_size: units of the memory.
+        context: of a transformer, at least the number of steps of the longest episode.
+        layers: of a transformer.
+        heads: of the attention of a transformer.
         critic_hidden: hidden layers of the critic; None for ``hidden``.
         shared: policy and critic share encoder and hidden layers; with a memory encoder and memory.
         detach_critic: the losses of a shared critic do not train what is shared. None: with a
@@ -128,6 +136,7 @@ def actor_critic(
             part of an action has a name that the networks write, or ``squash`` meets bounds that
             are not finite.
         KeyError: the environment lacks one of ``in_keys``, or ``mask_key``.
+        ImportError: ``memory="transformer"``, and the installed torchrl has no transformer.
 
     Example:
         >>> import torch
@@ -152,27 +161,17 @@ def actor_critic(
     observations, actions = _specs(env_or_spaces, in_keys)
     _check_not_empty(observations=observations, actions=actions)
     check_device(device := getattr(env_or_spaces, "device", None) if device is None else device)
-    there = [as_key(key) for key in observations.keys(True, True)]
     mask = None if mask_key is None else as_key(mask_key)
-    keys = [x for x in there if x != mask and key_parts(x)[-1] not in _BOOKKEEPING]
-    keys = keys if in_keys is None else [as_key(key) for key in in_keys]
-    unknown = [x for x in keys if x not in there]
-    unknown += [mask] if mask not in (None, MASK, *there) else []
-    if unknown or not keys:
-        raise KeyError(f"in_keys or mask_key: {unknown} is not among the observations, {there}.")
-    mask_spec = observations[mask] if mask in there else None
-    arrays = [x for x in keys if isinstance(observations[x].dtype, torch.dtype)]
-    if len(arrays) < len(keys):
-        raise TypeError(
-            f"The observations {[x for x in keys if x not in arrays]} are no arrays. Name the "
-            f"others, in_keys={arrays}, or encode these in an environment wrapper."
-        )
+    keys = _keys_to_read(observations, in_keys, mask)
+    mask_spec = None if mask is None else observations.get(mask, None)
     specs = {key: observations[key] for key in keys}
-    inputs = Inputs(specs, encoders_of(encoder, specs), make_layer, memory, memory_size)
+    transformer = _transformer(memory, memory_size, context, layers, heads)
+    encoders = encoders_of(encoder, specs)
+    inputs = Inputs(specs, encoders, make_layer, memory, memory_size, transformer)
     body = inputs.body("", hidden, is_shared=shared)
     options = body.features, squash, log_scale, mask_spec, device
-    heads = {as_key(k): make_head(x, *options) for k, x in actions.items(True, True)}
-    actor = _actor(body, keys, heads, None if mask_spec is None else mask).to(device)
+    of_actions = {as_key(k): make_head(x, *options) for k, x in actions.items(True, True)}
+    actor = _actor(body, keys, of_actions, None if mask_spec is None else mask).to(device)
     if shared:
         own = inputs.behind(body, () if memory is None else critic_hidden)
         if memory is not None if detach_critic is None else detach_critic:
@@ -187,6 +186,42 @@ def actor_critic(
     if memory is None:
         return actor, value, critic
     return RecurrentNetworks.of(actor, value, critic, is_shared=shared)
+
+
+def _keys_to_read(
+    observations: Composite, in_keys: Sequence[NestedKey] | None, mask: NestedKey | None
+) -> list[NestedKey]:
+    """Return the observations that the networks read; raise if there is none, or one is unknown."""
+    there = [as_key(key) for key in observations.keys(True, True)]
+    keys = [x for x in there if x != mask and key_parts(x)[-1] not in _BOOKKEEPING]
+    keys = keys if in_keys is None else [as_key(key) for key in in_keys]
+    unknown = [x for x in keys if x not in there]
+    unknown += [mask] if mask not in (None, MASK, *there) else []
+    if unknown or not keys:
+        raise KeyError(f"in_keys or mask_key: {unknown} is not among the observations, {there}.")
+    arrays = [x for x in keys if isinstance(observations[x].dtype, torch.dtype)]
+    if len(arrays) < len(keys):
+        raise TypeError(
+            f"The observations {[x for x in keys if x not in arrays]} are no arrays. Name the "
+            f"others, in_keys={arrays}, or encode these in an environment wrapper."
+        )
+    return keys
+
+
+def _transformer(
+    memory: str | None, size: int, context: int, layers: int, heads: int
+) -> dict[str, int]:
+    """Return the arguments of a transformer, if the memory is one and the options fit together."""
+    if memory != "transformer":
+        if (context, layers, heads) != (64, 1, 4):
+            raise ValueError(f"context, layers and heads are for a transformer, not {memory!r}.")
+        return {}
+    check_has_transformer()
+    for name, x in {"context": context, "layers": layers, "heads": heads}.items():
+        whole().check(x, name)
+    if size % heads:
+        raise ValueError(f"memory_size={size} must be a multiple of heads={heads}.")
+    return {"num_layers": layers, "num_heads": heads, "max_seq_len": context + 1}
 
 
 def _check_options(

@@ -21,17 +21,19 @@ from torch import Tensor, nn
 from torchrl.data import Categorical, MultiCategorical, Stacked, TensorSpec
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
+from ppokit import recurrent
 from ppokit._batch import as_key
 from ppokit._calls import works_in_place
-from ppokit.recurrent import GRUModule, LSTMModule
+from ppokit.recurrent import GRUModule, LSTMModule, TransformerModule
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 _CHOICES = Categorical, MultiCategorical  # a Binary is a subclass
 Encoder: TypeAlias = str | nn.Module  #: of one observation
-MEMORIES = {
+RECURRENT = {
     "lstm": (LSTMModule, ("recurrent_state_h", "recurrent_state_c")),
     "gru": (GRUModule, ("recurrent_state",)),
 }
+MEMORIES = *RECURRENT, "transformer"
 
 
 def encoders_of(
@@ -134,6 +136,7 @@ class Inputs(NamedTuple):
     activation: Callable[..., nn.Module]
     memory: str | None
     units: int  #: of the memory
+    transformer: Mapping[str, int]  #: further arguments of its memory
 
     def body(self, owner: str, hidden: Sequence[int], *, is_shared: bool = False) -> Body:
         """Return a body, whose modules serve another body if it is shared or has a memory.
@@ -145,10 +148,14 @@ class Inputs(NamedTuple):
         keys, features, after = [*self.specs], f"_{owner}features", f"_{owner}memory"
         if self.memory is None and not is_shared:
             return Body([], keys, encode, size)
+        if self.memory == "transformer":
+            transformer = recurrent.CausalTransformer(size, self.units, **self.transformer)
+            module = TransformerModule(transformer, self.specs, after, encoder=encode, name=owner)
+            return self.behind(Body([module], [after], nn.Sequential(), self.units), rest)
         modules: list[TensorDictModuleBase] = [TensorDictModule(encode, keys, [features])]
         if self.memory is None:
             return Body(modules, [features], nn.Sequential(), size)
-        kind, states = MEMORIES[self.memory]
+        kind, states = RECURRENT[self.memory]
         of_states = [f"{owner}{state}" for state in states]
         modules.append(
             kind(

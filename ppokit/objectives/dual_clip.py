@@ -40,6 +40,7 @@ from ppokit._batch import (
     get_if_any,
     get_tensor,
     in_keys_of,
+    is_of_transformer,
     is_recurrent,
     key_list,
     key_parts,
@@ -338,6 +339,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             recurrent = [x for x in networks if is_recurrent(x) or state_keys(x)]
             # A recurrent network goes through frames that are masked before a valid one.
             read = {as_key(key) for network in recurrent for key in in_keys_of(network)} - kept
+            kept |= {key for key in keys if is_of_transformer(key)}  # the same at each frame
+            read -= kept
             _fill_padding(minibatch, valid, valid, [key for key in keys if key not in read | kept])
             if read:
                 followed = valid.flip(-1).int().cumsum(-1).flip(-1) > 0

@@ -26,7 +26,7 @@ from torchrl.modules import (
 from ppokit._batch import Entries, Policy, as_key, in_keys_of, is_private, key_parts
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit.policies.distributions import Family, find_family
-from ppokit.recurrent import GRUModule, LSTMModule
+from ppokit.recurrent import GRUModule, LSTMModule, TransformerModule
 
 _SEQUENCES = (
     ProbabilisticActor,
@@ -84,7 +84,8 @@ class TensorPolicy(NamedTuple):
             numbers = dict(zip(self.parameters, distribution.parameters(), strict=False))
             numbers[self.log_prob or "log-probability of the action"] = log_prob
             check_numbers(numbers, self.parameters)
-        stored = {key: written[key] for key in (*self.written, self.action)}
+        # A collector drops what it does not store.
+        stored = {key: written[key] for key in (*self.written, self.action) if key in written}
         return stored if self.log_prob is None else stored | {self.log_prob: log_prob}
 
 
@@ -150,8 +151,13 @@ def _one_step(module: nn.Module) -> Callable[..., tuple[Tensor, ...]] | None:
     """Return one step of a recurrent module as a function of tensors; None if it does more.
 
     The function takes the entries of ``in_keys``, and returns those of ``out_keys``. It computes
-    with ``torch.lstm_cell`` or ``gru_cell``, and not with the sequences of ``nn.LSTM``.
+    with ``torch.lstm_cell`` or ``gru_cell``, and not with the sequences of ``nn.LSTM``. That of a
+    transformer keeps keys and values between calls.
     """
+    if type(module) is TransformerModule and not (
+        is_hooked_or_patched(module) or module.recurrent_mode
+    ):
+        return module.stepper()
     if not isinstance(module, (rl.LSTMModule, rl.GRUModule)):
         return None
     if type(module).forward not in _OF_RECURRENT or is_hooked_or_patched(module):

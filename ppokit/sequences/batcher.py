@@ -24,7 +24,12 @@ from ppokit._batch import (
     check_trajectories,
     get_if_any,
     get_tensor,
+    is_memory,
+    is_of_transformer,
+    memories_in,
+    memory_at,
     per_frame,
+    steps_key,
     time_dim,
     valid_mask,
 )
@@ -45,7 +50,8 @@ class SequenceBatcher(TensorDictModuleBase):
     and each valid frame is in the loss exactly once.
 
     - The recurrent state that was stored at a sequence's first step comes with it, expanded over
-      the sequence without a copy.
+      the sequence without a copy. So does the memory of a transformer, which is made of the inputs
+      of the earlier frames of the row, and of the memory before the row.
     - With ``burn_in``, up to so many preceding frames of the same episode come first, and L is
       ``burn_in + seq_len``. They are False in the mask, and True at ``("sequence", "burn_in")``.
       :meth:`refresh` computes the states after them, without gradient. Give its result to the loss,
@@ -164,7 +170,8 @@ class SequenceBatcher(TensorDictModuleBase):
         Sequences may come in any order, in several parts (all minibatches, trimmed or not), and may
         have further entries. Masked frames of the batch are zeros; frames of burn-in are left out.
         A recurrent state inside a sequence is the ``("next", state)`` of the step before; without
-        that entry it is the state of the sequence's first step.
+        that entry it is the state of the sequence's first step. The memory of a transformer, which
+        is that of a row, is left out.
 
         Raises:
             KeyError: the sequences lack an entry that the batcher writes.
@@ -175,8 +182,8 @@ class SequenceBatcher(TensorDictModuleBase):
             mask = get_tensor(part, self.mask_key, fix=_FIX)
             index.append(get_tensor(part, INDEX_KEY, fix=_FIX)[mask])
             shape = get_tensor(part, SHAPE_KEY, fix=_FIX)[0, 0].tolist()
-            restored = part.copy()
-            for key in self._states(part):  # the state before a step is that after the one before
+            restored = part.exclude(*filter(is_of_transformer, part.keys()))
+            for key in self._states(restored):  # before a step it is that after the one before
                 after = get_if_any(part, cutting.next_key(key))
                 if after is not None:
                     restored.set(key, torch.cat([part.get(key)[:, :1], after[:, :-1]], 1))
@@ -334,7 +341,17 @@ class SequenceBatcher(TensorDictModuleBase):
         self._clear_starts(sequences, counted if burn_in is None else counted | burn_in)
         first = torch.unravel_index(index[:, 0], batch.batch_size)
         for key in states:
-            sequences.set(key, cutting.expand(batch.get(key)[first], index.shape[1]))
+            if not is_memory(key):
+                state = batch.get(key)[first]
+            elif self.burn_in:
+                raise ValueError(
+                    f"burn_in computes stale states again, and {key!r} holds inputs, which are "
+                    "never stale. Leave burn_in out."
+                )
+            else:
+                state = memory_at(batch, key, index[:, 0])[0]
+                sequences.get(steps_key(key))[..., 1] = torch.arange(index.shape[1])
+            sequences.set(key, cutting.expand(state, index.shape[1]))
         return sequences.update(positions)
 
     def _clear_starts(self, sequences: TensorDictBase, real: Tensor) -> None:
@@ -350,6 +367,9 @@ class SequenceBatcher(TensorDictModuleBase):
 
     def _states(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the stored states; entries may have been selected."""
+        memories = memories_in(tensordict)
         if self.state_keys is None:
-            return cutting.find_states(tensordict)
-        return [key for key in self.state_keys if get_if_any(tensordict, key) is not None]
+            return cutting.find_states(tensordict) + memories
+        keys = dict.fromkeys([*self.state_keys, *memories])
+        there = (key for key in keys if get_if_any(tensordict, key) is not None)
+        return [key for key in there if is_memory(key) or not is_of_transformer(key)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ppokit._batch import Options, State, StateDict, is_functional
 from ppokit._calls import are_same, attributes_of, have_hooks, hooks_in, modules_of, parameters_of
 from ppokit._compiling import REST, Budget, Compiled, CompiledFunction, NoGraphError, layout_of
-from ppokit.recurrent import is_memory, no_graph_of
+from ppokit.recurrent import has_memory, no_graph_of
 from ppokit.update.cuda_graph import ReplayedStep
 from ppokit.update.graph import Memories, Outputs, Settings, Structure, graph_of
 from ppokit.update.optimizers import STATE, groups_of
@@ -362,7 +362,7 @@ def _obstacle(
     if torch.is_anomaly_enabled():
         return "torch looks for anomalies"
     for name, module in modules.items():
-        if is_memory(module) and (reason := no_graph_of(module, request.settings().amp_dtype)):
+        if has_memory(module) and (reason := no_graph_of(module, request.settings().amp_dtype)):
             return f"{name} {reason}"
     return "Tensor.backward is replaced" if Tensor.backward is not _backward else None
 
@@ -371,7 +371,7 @@ def _memories_of(
     modules: Mapping[str, nn.Module], parameters: Sequence[tuple[tuple[str, ...], Tensor]]
 ) -> Memories:
     """Return the recurrent modules, and the places of their weights among the parameters."""
-    memories = {name: module for name, module in modules.items() if is_memory(module)}
+    memories = {name: module for name, module in modules.items() if has_memory(module)}
     if not memories:
         return ()
     places = {p: n for n, (_, p) in enumerate(parameters)}

@@ -116,7 +116,7 @@ def test_images_pass_an_encoder_before_the_memory():
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "memory": ({"memory": "transformer"}, ValueError, "memory must be one of"),
+    "memory": ({"memory": "mamba"}, ValueError, "memory must be one of"),
     "size": ({"memory": "lstm", "memory_size": 0}, ValueError, "memory_size must be numbers"),
     "detach": ({"memory": "lstm", "detach_critic": True}, ValueError, "is for shared=True"),
 }

@@ -1,8 +1,9 @@
-"""``torch.ops.ppokit.linear_scan``: the scan as an operator for compile, autograd, vmap and export.
+"""Operators of graphs: ``torch.ops.ppokit.linear_scan``, and ``torch.ops.ppokit.lstm`` at the end.
 
-It is one operator for every T, so a compiled graph does not unroll time. Its gradient is the same
-scan in the other direction: it is differentiable to any order, in O(T) memory. It runs in C, or in
-torch on other devices and without a compiler.
+The scan serves compile, autograd, vmap and export. It is one operator for every T, so a compiled
+graph does not unroll time. Its gradient is the same scan in the other direction: it is
+differentiable to any order, in O(T) memory. It runs in C, or in torch on other devices and without
+a compiler.
 """
 
 from __future__ import annotations

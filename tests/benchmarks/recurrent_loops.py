@@ -1,7 +1,7 @@
 """Recurrent PPO beside RecurrentPPO of sb3-contrib: returns, and frames a second of whole loops.
 
-All runs take some four hours of one core: first every task, arm and seed, as many at a time as
-there are cores, then the rounds that measure frames a second, one at a time.
+All runs take some four hours of one core: first the rounds that measure frames a second, one at a
+time, then every task, arm and seed, as many at a time as there are cores.
 """
 
 from __future__ import annotations
@@ -302,10 +302,9 @@ def main() -> None:
     ]
     timed = tasks[:1] if bench.quick else ["CartPole", WIDE, "Pendulum"]
     if not bench.options.pages:
+        turns = rounds(timed, arms, 1 if bench.quick else 3)
+        record.run(turns, 1, 10**9, 0.5 if bench.quick else 15.0)
         record.run(jobs, CORES, frames)
-        record.run(
-            rounds(timed, arms, 1 if bench.quick else 3), 1, 10**9, 0.5 if bench.quick else 15.0
-        )
     groups, speeds = record.by_task([*TASKS]), record.by_task([*TASKS], speed=True)
     title = "Interquartile mean of the seeds, and its 95% interval"
     label = ["return of the last 100 episodes"]

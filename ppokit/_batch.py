@@ -19,6 +19,7 @@ VERSION_KEY = "policy_version"
 IS_INIT = "is_init"  #: whether an episode starts
 #: of a transformer: the inputs of an episode before a frame; how many there are, and frames since
 MEMORY, STEPS = "transformer_memory", "transformer_steps"
+INDEX_KEY = ("sequence", "index")  #: of each frame in the batch that SequenceBatcher has cut
 BURN_IN_KEY = ("sequence", "burn_in")  #: frames before a sequence, of SequenceBatcher
 _CACHED = 2**23  # bytes
 
@@ -346,6 +347,16 @@ def recurrent_states(policy: Policy) -> dict[NestedKey, tuple[torch.Size, torch.
     return found
 
 
+def check_not_cut(tensordict: TensorDictBase, *, who: str) -> None:
+    """Raise a ValueError for sequences, all of whose frames hold the state of the first one."""
+    if get_if_any(tensordict, INDEX_KEY) is not None:
+        raise ValueError(
+            f"{who} was given sequences of SequenceBatcher, and its frames would begin with the "
+            "state of the first one. The order is advantage, then SequenceBatcher, once; "
+            "SequenceBatcher.unbatch makes a batch of sequences."
+        )
+
+
 # -- transformers
 
 
@@ -365,7 +376,7 @@ def memories_in(batch: TensorDictBase) -> list[NestedKey]:
     They hold the memory before the first frame of a row ``[*B, T, context, ...]``, which is the
     same at each of its frames, and is stored once.
     """
-    groups = [key for key in batch.keys() if key.endswith(MEMORY)]
+    groups = [x for x, y in batch.items() if x.endswith(MEMORY) and is_tensor_collection(y)]
     return [as_key((key, *key_parts(x))) for key in groups for x in batch.get(key).keys(True, True)]
 
 

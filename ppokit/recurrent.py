@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any, TypeGuard, cast
@@ -54,6 +54,15 @@ except ImportError:
 class _Unsplit(WholeState):
     #: the network's, in the graph of a training step: Dynamo looks at no ``nn.LSTM``
     graph_weights: Sequence[Tensor] = ()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module], None, None]:
+        """Yield this module and its network, which is left out in a graph."""
+        if self.graph_weights:
+            yield prefix, self
+        else:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
 
     @takes_tensordict
     @dispatch  # pyright: ignore[reportArgumentType]
@@ -441,13 +450,23 @@ def no_graph_of(module: _Module | TransformerModule, amp_dtype: torch.dtype | No
         return "is no nn.LSTM of one layer, the one that a graph can hold"
     if not network.bias or network.proj_size or not torch.backends.mkldnn.is_available():
         return "has no biases, or proj_size, or torch has no oneDNN"
-    weights, backend = [*module.parameters()], module.recurrent_backend
-    if backend not in ("pad", "auto") or not all(p.requires_grad for p in weights):
-        return f"has frozen weights, or recurrent_backend={backend!r}"
+    if module.recurrent_backend not in ("pad", "auto"):
+        return f"has recurrent_backend={module.recurrent_backend!r}"
+    weights = lstm_weights(module)
+    if not all(p.requires_grad for p in weights) or {*weights} != {*module.parameters()}:
+        return "has frozen weights, or others than its LSTM's"
+    if len({*weights}) < len(weights):
+        return "has tied weights"
     if amp_dtype is not None or torch.is_autocast_enabled("cpu"):
         return "is in mixed precision"
     is_plain = all(p.is_cpu and p.dtype is torch.float32 for p in weights)
     return None if is_plain else "is not in float32 on the CPU"
+
+
+def lstm_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the four weights of one layer, in the order of torch's functions."""
+    names = "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"
+    return [module.get_parameter(f"lstm.{name}") for name in names]
 
 
 def _check_step(module: _Module, tensordict: TensorDictBase) -> None:
@@ -473,20 +492,21 @@ def _check_step(module: _Module, tensordict: TensorDictBase) -> None:
 def _run_in_graph(
     module: _Module, weights: Sequence[Tensor], tensordict: TensorDictBase
 ) -> TensorDictBase:
-    """Write the output as :func:`_run` does, by an operator of a graph, and no states."""
+    """Write output and states as :func:`_run` does, by an operator of a graph."""
     x, is_init, real, states = _read(module, tensordict, valid_mask(tensordict))
     states = states or [x.new_zeros(*x.shape[:2], 1, weights[1].shape[1])] * 2
+    following = is_init[:, 1:]  # whether the next step is of another run
     if real is not None:
         x = x.masked_fill(~real.unsqueeze(-1), 0)
-    steps_first = (y.transpose(0, 1) for y in (x, is_init, *(z.squeeze(2) for z in states)))
-    output = run_lstm(*steps_first, *weights)[0].transpose(0, 1)
-    if real is not None:
-        output = output.masked_fill(~real.unsqueeze(-1), 0)
-    key, *others = module.out_keys
-    for other in others:  # whoever reads one misses it, and the step is made eagerly
-        if other in tensordict.keys(True):
-            tensordict.del_(other)
-    return tensordict.set(key, output)
+        following = following | (real[:, :-1] & ~real[:, 1:] & following.any())
+    starts = nn.functional.pad(following, (1, 0))
+    steps_first = (y.transpose(0, 1) for y in (x, starts, *(z[:, :, 0] for z in states)))
+    found = [y.transpose(0, 1) for y in run_lstm(*steps_first, *weights)[:2]]
+    ends = nn.functional.pad(following, (0, 1), value=True)
+    ends = ends if real is None else ends & real
+    after = [y.masked_fill(~ends.unsqueeze(-1), 0).unsqueeze(2) for y in found]
+    output = found[0] if real is None else found[0].masked_fill(~real.unsqueeze(-1), 0)
+    return _write(module, tensordict, [output, *after])
 
 
 @torch.compiler.disable

@@ -23,6 +23,7 @@ from ppokit._batch import (
     as_key,
     check_critic,
     check_flags,
+    check_not_cut,
     check_shapes,
     check_stored,
     check_trajectories,
@@ -337,6 +338,8 @@ class GAE(WholeState, TorchRLGAE):
             keys = [x for x in state_keys(self.value_network) if not is_of_transformer(x)]
             following = [unravel_key(("next", key)) for key in keys]
             check_stored(tensordict, [*stored_keys(self.value_network), *following])
+            if keys:
+                check_not_cut(tensordict, who="GAE")
             if dim != tensordict.ndim - 1:
                 raise ValueError(
                     "A recurrent value network needs time in the last dimension of a batch, and it "

@@ -175,8 +175,10 @@ class CollectorPolicy:
             if is_of_transformer(key):
                 written.pop(after, None)
         for key, value in memory.items():
-            if self._is_first or not is_memory(key):
+            if not is_memory(key):
                 written.setdefault(key, value)
+            elif self._is_first:  # the first one of all has the dtype of the space
+                written.setdefault(key, value.to(self._states[key].dtype))
         self._is_first = False
         written["next", IS_INIT] = self._flags["done"]
         self._is_init = self._flags["done"]

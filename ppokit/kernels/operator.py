@@ -118,17 +118,18 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "lstm_backward(Tensor grad, Tensor x, Tensor starts, Tensor h, Tensor c, Tensor[] weights, "
-    "Tensor y, Tensor cells, Tensor space) -> Tensor[]"
+    "lstm_backward(Tensor grad, Tensor of_cells, Tensor x, Tensor starts, Tensor h, Tensor c, "
+    "Tensor[] weights, Tensor y, Tensor cells, Tensor space) -> Tensor[]"
 )
 _LSTM = 2  # torch's number of this kind of network
 
 
 @torch.compiler.allow_in_graph  # Dynamo would lose the gradient under torch.func
 def run_lstm(x: Tensor, starts: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> list[Tensor]:
-    """Return the output ``[T, N, H]`` of torch's LSTM of one layer, and what its gradient needs.
+    """Return output and cells ``[T, N, H]`` of torch's LSTM of one layer, and oneDNN's workspace.
 
-    oneDNN computes both, in float32 on the CPU.
+    The cells are those at the last step, and before each step at which a row begins anew; others
+    may be 0. float32, on the CPU.
 
     Args:
         x: ``[T, N, I]``.
@@ -148,16 +149,27 @@ class _Differentiable(torch.autograd.Function):  # what is registered torch.func
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs, *output)
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(output[2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, w_ih, w_hh, b_ih, b_hh, y, cells, space = ctx.saved_tensors
-        weights = [w_ih, w_hh, b_ih, b_hh]
-        grad_x, *others = torch.ops.ppokit.lstm_backward(
-            grads[0], *inputs, weights, y, cells, space
-        )
-        return grad_x, None, *others
+        x, starts, h, c, w_ih, w_hh, b_ih, b_hh, *made = ctx.saved_tensors
+        given = *grads[:2], x, starts, h, c, [w_ih, w_hh, b_ih, b_hh], *made
+        of_x, *others = torch.ops.ppokit.lstm_backward(*given)
+        return of_x, None, *others
+
+
+def _check_lstm(x: Tensor, starts: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> None:
+    """Raise a ValueError for other shapes or dtypes: oneDNN would read behind the tensors."""
+    (steps, rows, inputs), units = x.shape, h.shape[-1]
+    expected = [(steps, rows), *[(steps, rows, units)] * 2]
+    expected += [(4 * units, inputs), (4 * units, units), (4 * units,), (4 * units,)]
+    for y, shape in zip((starts, h, c, *weights), expected, strict=True):
+        dtype = torch.bool if y is starts else torch.float32
+        if y.shape != torch.Size(shape) or y.dtype is not dtype or x.dtype is not torch.float32:
+            raise ValueError(
+                f"An LSTM in a graph was given {list(y.shape)} {y.dtype} for {list(shape)} {dtype}."
+            )
 
 
 def _pieces(starts: Tensor) -> list[tuple[int, int]]:
@@ -184,6 +196,7 @@ def _run_lstm(
     x: Tensor, starts: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the cells after each piece, and the workspace if there is one piece."""
+    _check_lstm(x, starts, h, c, weights)
     pieces = _pieces(starts)
     y, cells, space = x.new_empty(h.shape), x.new_zeros(h.shape), x
     for begin, end in pieces:
@@ -194,6 +207,7 @@ def _run_lstm(
 
 def _lstm_gradients(
     grad: Tensor,
+    of_cells: Tensor,
     x: Tensor,
     starts: Tensor,
     h: Tensor,
@@ -204,31 +218,23 @@ def _lstm_gradients(
     space: Tensor,
 ) -> list[Tensor]:
     """Return the gradients of input, stored states and weights."""
-    pieces, after = _pieces(starts), [torch.zeros_like(y[0])] * 2  # gradients of later pieces
-    of_x, *of_states, w_ih, w_hh, b_ih, b_hh = (torch.zeros(z.shape) for z in (x, h, c, *weights))
+    pieces, to_h, to_c = _pieces(starts), h.new_zeros(h[0].shape), h.new_zeros(h[0].shape)
+    of_x, of_h, of_c, *totals = (z.new_zeros(z.shape) for z in (x, h, c, *weights))
     options = False, _LSTM, h.shape[-1], 1, True, True, False, [], False
     for begin, end in reversed(pieces):
         part, last = slice(begin, end), end - 1
         first = _first(begin, starts, h, y), _first(begin, starts, c, cells)
         if len(pieces) > 1:
             space = _run_piece(x[part], *first, weights)[-1]
-        states = *first, y[part], y[last], cells[last]
-        of_x[part], *found, to_h, to_c = torch.ops.aten.mkldnn_rnn_layer_backward(
-            x[part].contiguous(),
-            *weights,
-            *states,
-            grad[part].contiguous(),
-            *after,
-            *options,
-            space,
-        )
-        for total, z in zip((w_ih, w_hh, b_ih, b_hh), found, strict=True):
+        given = x[part].contiguous(), *weights, *first, y[part], y[last], cells[last]
+        given = *given, grad[part].contiguous(), to_h, to_c + of_cells[last], *options, space
+        of_x[part], *found, to_h, to_c = torch.ops.aten.mkldnn_rnn_layer_backward(*given)
+        for total, z in zip(totals, found, strict=True):
             total += z
         is_start = (starts[begin] | (begin == 0)).unsqueeze(-1)
-        for total, z in zip(of_states, (to_h, to_c), strict=True):
-            total[begin] = torch.where(is_start, z, 0)
-        after = [torch.where(is_start, 0, z) for z in (to_h, to_c)]
-    return [of_x, *of_states, w_ih, w_hh, b_ih, b_hh]
+        of_h[begin], of_c[begin] = torch.where(is_start, to_h, 0), torch.where(is_start, to_c, 0)
+        to_h, to_c = torch.where(is_start, 0, to_h), torch.where(is_start, 0, to_c)
+    return [of_x, of_h, of_c, *totals]
 
 
 _library.impl("lstm", _run_lstm, "CPU")
@@ -236,13 +242,23 @@ _library.impl("lstm_backward", _lstm_gradients, "CPU")
 
 
 @torch.library.register_fake("ppokit::lstm", lib=_library)
-def _(x: Tensor, starts: Tensor, h: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, starts: Tensor, h: Tensor, c: Tensor, weights: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_lstm(x, starts, h, c, weights)
     size = torch.library.get_ctx().new_dynamic_size()
     return x.new_empty(h.shape), x.new_empty(h.shape), x.new_empty(size, dtype=torch.uint8)
 
 
 @torch.library.register_fake("ppokit::lstm_backward", lib=_library)
 def _(
-    grad: Tensor, x: Tensor, starts: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], *_: Tensor
+    grad: Tensor,
+    of_cells: Tensor,
+    x: Tensor,
+    starts: Tensor,
+    h: Tensor,
+    c: Tensor,
+    weights: list[Tensor],
+    *_: Tensor,
 ) -> list[Tensor]:
     return [z.new_empty(z.shape) for z in (x, h, c, *weights)]

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from ppokit._batch import (
     BURN_IN_KEY,
+    INDEX_KEY,
     MASK_KEY,
     STATE_FIX,
     TRAJ_KEY,
     as_key,
     check_flags,
+    check_not_cut,
     check_tensordict,
     check_time_is_last,
     check_trajectories,
@@ -36,7 +38,7 @@ from ppokit._batch import (
 from ppokit._checks import whole
 from ppokit.sequences import cutting
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
-from ppokit.sequences.cutting import INDEX_KEY, SHAPE_KEY, Lengths, lengths_of
+from ppokit.sequences.cutting import SHAPE_KEY, Lengths, lengths_of
 
 BUCKETS = 8  # minibatches in a pool, by default
 _FIX = "Pass the result of the batcher, with the entries that it wrote."
@@ -153,6 +155,7 @@ class SequenceBatcher(TensorDictModuleBase):
         keys = self.state_keys
         for key in cutting.find_states(batch, written=True) if keys is None else keys:
             get_tensor(batch, key, fix=STATE_FIX)
+            check_not_cut(batch, who="SequenceBatcher")
         burn_in, counted, index = cutting.cut(*self._starts(batch), self.seq_len, self.burn_in)
         names = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ppokit._batch import as_key, key_parts
 
-INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")
 
 # The names that torchrl's LSTMModule and GRUModule give their states by default.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ppokit._batch import Options, State, StateDict, is_functional
 from ppokit._calls import are_same, attributes_of, have_hooks, hooks_in, modules_of, parameters_of
 from ppokit._compiling import REST, Budget, Compiled, CompiledFunction, NoGraphError, layout_of
-from ppokit.recurrent import has_memory, no_graph_of
+from ppokit.recurrent import has_memory, lstm_weights, no_graph_of
 from ppokit.update.cuda_graph import ReplayedStep
 from ppokit.update.graph import Memories, Outputs, Settings, Structure, graph_of
 from ppokit.update.optimizers import STATE, groups_of
@@ -375,7 +375,7 @@ def _memories_of(
     if not memories:
         return ()
     places = {p: n for n, (_, p) in enumerate(parameters)}
-    return tuple((x, tuple(places[p] for p in m.parameters())) for x, m in memories.items())
+    return tuple((x, tuple(places[p] for p in lstm_weights(m))) for x, m in memories.items())
 
 
 def _creates_state(request: Request) -> bool:

@@ -12,9 +12,13 @@ from torch import nn
 
 from ppokit._batch import (
     BURN_IN_KEY,
+    as_key,
+    check_not_cut,
     check_stored,
     is_functional,
+    key_parts,
     mask_key_of,
+    memories_in,
     network_of,
     state_keys,
     stored_keys,
@@ -119,11 +123,14 @@ class SequenceMinibatches(ShuffledMinibatches):
     def count(self, batch: TensorDictBase) -> int:
         """Return how many sequences a batch has."""
         check_stored(batch, stored_keys(*self._recurrent_networks()))
+        check_not_cut(batch, who="PPOUpdate")
         return len(self.batcher.places(batch.select(*self._keys_of_batcher, strict=False)))
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the sequences of a batch ``[N, L]``, with these entries."""
-        sequences = self.batcher(batch.select(*keys, *self._keys_of_batcher, strict=False))
+        remembered = [as_key(key_parts(key)[1:]) for key in memories_in(batch)]
+        read = (*keys, *remembered, *self._keys_of_batcher)
+        sequences = self.batcher(batch.select(*read, strict=False))
         return sequences.select(*keys, *self.batcher.out_keys, BURN_IN_KEY, strict=False)
 
     @property

@@ -214,3 +214,18 @@ def test_states_whose_names_begin_with_an_underscore(kind: type):
         found.append((batch["y"], step["y"], step["next", states[0]]))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("memory", ["lstm", "gru"])
+def test_sequences_are_cut_once_and_after_the_advantage(memory: Any):
+    """All frames of a sequence hold the state of its first one."""
+    torch.manual_seed(0)
+    networks = actor_critic("CartPole-v1", (8,), memory=memory, memory_size=4, shared=True)
+    with GymCollector("CartPole-v1", networks.policy, frames_per_batch=64) as collector:
+        batch = collector.rollout()
+    gae, cut = GAE(gamma=0.9, lmbda=0.9, value_network=networks.critic), SequenceBatcher(8)
+    sequences = cut(gae(batch))
+    for block in (gae, cut):
+        with pytest.raises(ValueError, match="given sequences of SequenceBatcher"):
+            block(sequences.clone())
+    assert cut(cut.unbatch(sequences)).shape == sequences.shape

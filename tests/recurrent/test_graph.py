@@ -11,9 +11,20 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor
+from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.objectives import ClipPPOLoss
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher, TrainingStep
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    GymCollector,
+    LSTMModule,
+    PPOUpdate,
+    SequenceBatcher,
+    TrainingStep,
+)
 from ppokit.kernels.operator import run_lstm
 from ppokit.networks import actor_critic
 
@@ -169,3 +180,85 @@ def test_other_recurrent_modules_run_eagerly(
             found = steps[1](given.clone())
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(*map(numbers_of, steps), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"x": (4, 2, 5)},  # more inputs than weights: oneDNN would read behind them
+        {"x": (4, 2, 2)},
+        {"h": (4, 2, 6), "c": (4, 2, 6)},
+        {"starts": (2, 4)},
+    ],
+    ids=str,
+)
+def test_the_operator_refuses_other_sizes(sizes: dict[str, tuple[int, ...]]):
+    whole = {"x": (4, 2, 3), "starts": (4, 2), "h": (4, 2, 8), "c": (4, 2, 8)} | sizes
+    given = {name: torch.zeros(size) for name, size in whole.items()}
+    given["starts"] = given["starts"].bool()
+    weights = [p.detach() for p in torch.nn.LSTM(3, 8).parameters()]
+    with pytest.raises(ValueError, match="An LSTM in a graph was given"):
+        run_lstm(*given.values(), *weights)
+
+
+def test_gradients_have_the_dtype_of_what_they_are_of(request: pytest.FixtureRequest):
+    """And not the default one, which a graph does not expect."""
+    lstm = torch.nn.LSTM(3, 8)
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(torch.float64)
+    x, states = torch.zeros(4, 2, 3, dtype=torch.float32), torch.zeros(4, 2, 8, dtype=torch.float32)
+    made = torch.ops.ppokit.lstm(
+        x, torch.zeros(4, 2, dtype=torch.bool), states, states, [*lstm.parameters()]
+    )
+    given = x, torch.zeros(4, 2, dtype=torch.bool), states, states, [*lstm.parameters()], *made
+    found = torch.ops.ppokit.lstm_backward(states, states, *given)
+    assert {y.dtype for y in found} == {torch.float32}
+
+
+class Optional(torch.nn.Module):
+    """A network that reads the state after a step where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        return self.layer(x if state is None else x + state[..., 0, :])
+
+
+def make_own(kind: Any, compile: Any) -> TrainingStep:
+    """Return a step of networks that read the state that the LSTM writes."""
+    torch.manual_seed(0)
+    memory = LSTMModule(3, 8, in_key="observation", out_key="m")
+    state = ("next", "recurrent_state_h")
+    parts = [memory, TensorDictModule(Optional(), ["m", state], ["n"])]
+    parts.append(TensorDictModule(torch.nn.Linear(8, 2), ["n"], ["logits"]))
+    actor = ProbabilisticActor(
+        TensorDictSequential(*parts),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    loss = kind(actor, ValueOperator(torch.nn.Linear(8, 1), ["n"]), functional=False)
+    return TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=3e-3), compile=compile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DualClipPPOLoss, ClipPPOLoss])
+def test_networks_that_read_the_state_after_a_step(kind: Any):
+    """Of batches of one, two and three dimensions; another number of inputs raises in both."""
+    steps = [make_own(kind, compile) for compile in (False, EAGER)]
+    for seed in range(4):
+        given = minibatch(4, 6, 0.3, masked=False, seed=seed)
+        given = (given, given, given.reshape(2, 2, 6), given[0])[seed]
+        expected, found = (step(given.clone()) for step in steps)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*map(numbers_of, steps), rtol=1e-5, atol=1e-6)
+    assert "compiled" in repr(steps[1])
+    wrong = minibatch(4, 6, 0.0, masked=False, seed=9)
+    wrong["observation"] = torch.zeros(4, 6, 5)
+    before = numbers_of(steps[1])
+    for step in steps:
+        with pytest.raises((ValueError, RuntimeError), match=r"input_size. Expected 3, got 5"):
+            step(wrong.clone())
+    assert torch.equal(numbers_of(steps[1]), before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl import modules as rl
 from torchrl.collectors import Collector
@@ -28,6 +30,7 @@ from ppokit import (
     GAE,
     DualClipPPOLoss,
     GymCollector,
+    ObservationNormalizer,
     PPOUpdate,
     SequenceBatcher,
     TensorActor,
@@ -697,3 +700,82 @@ MAKERS: dict[str, Callable[[], object]] = {
 def test_without_torchrls_transformer_an_error_names_the_nightly(name: str):
     with pytest.raises(ImportError, match=r"CausalTransformer.*pip install torchrl-nightly"):
         MAKERS[name]()
+
+
+class Numbers(gym.Env):
+    """Observations of a dtype, in episodes of 20 steps."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, dtype: Any) -> None:
+        is_byte = dtype is np.uint8
+        self.observation_space = spaces.Box(0, 255 if is_byte else 1, (4,), dtype, seed=0)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self.observation_space.sample(), 1.0, self.t == 20, False, {}
+
+
+@nightly
+@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
+def test_every_batch_holds_the_memory_in_the_dtype_of_the_inputs(dtype: Any):
+    """Also the first one, to whose tensors a worker writes the others."""
+    torch.manual_seed(0)
+    networks = actor_critic(Numbers(dtype), memory="transformer", context=20, shared=True)
+    for p in networks.policy.parameters():
+        p.data += 0.2 * torch.randn_like(p)
+    normalizer = ObservationNormalizer(4)
+    options: dict[str, Any] = {"num_envs": 2, "observation_transform": normalizer}
+    make_env = lambda: Numbers(dtype)  # noqa: E731
+    with GymCollector(make_env, networks.policy, frames_per_batch=40, **options) as collector:
+        collector.rollout()
+    normalizer.freeze()
+    options |= {"worker_idx": 0, "return_same_td": True}  # as in torchrl's workers
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=networks.critic)
+    loss = DualClipPPOLoss(networks.actor, networks.value)
+    with GymCollector(make_env, networks.policy, frames_per_batch=30, **options) as collector:
+        for _ in range(3):
+            batch = collector.rollout().clone()
+            assert batch[MEMORY].dtype == batch["observation"].dtype == torch.float32
+            assert abs(float(loss(SequenceBatcher(None)(gae(batch)))["kl"])) < 1e-5
+
+
+@nightly
+def test_a_module_in_front_writes_the_inputs():
+    """They are no entries that the loss reads, but the memory of a sequence is made of them."""
+    torch.manual_seed(0)
+    normalizer = ObservationNormalizer(4, out_key="normalized")
+    transformer: Any = rl.CausalTransformer(4, 8, num_heads=2, max_seq_len=501)
+    memory = TransformerModule(transformer, {"normalized": Unbounded(4)}, "memory")
+    parts = normalizer, memory, TensorDictModule(nn.Linear(8, 2), ["memory"], ["logits"])
+    actor = rl.ProbabilisticActor(
+        TensorDictSequential(*parts),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    value = rl.ValueOperator(nn.Linear(8, 1), ["memory"])
+    networks = SimpleNamespace(
+        actor=actor, value=value, critic=TensorDictSequential(normalizer, memory, value)
+    )
+    update = make_update(networks, SequenceBatcher(16))
+    with GymCollector("CartPole-v1", actor, num_envs=2, frames_per_batch=64) as collector:
+        for _ in range(2):
+            assert abs(update(collector.rollout())["first_kl"]) < 1e-5
+
+
+def test_an_observation_may_have_the_name_of_a_memory():
+    space = spaces.Dict(transformer_memory=spaces.Box(-1, 1, (2,), np.float32))
+
+    class Named(Numbers):
+        def __init__(self) -> None:
+            self.observation_space = space
+
+    actor, critic = actor_critic(Named())
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+    with GymCollector(Named, actor, frames_per_batch=10) as collector:
+        assert gae(collector.rollout())["advantage"].isfinite().all()

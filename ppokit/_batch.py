@@ -391,6 +391,8 @@ def steps_key(memory: NestedKey) -> NestedKey:
 def copy_frames(batch: TensorDictBase) -> TensorDictBase:
     """Return a copy of a batch, whose memories of transformers are not copied for each frame."""
     memories = {key: batch.get(key) for key in memories_in(batch)}
+    if not memories:
+        return batch.clone()
     copy = batch.exclude(*memories).clone()
     for key, memory in memories.items():
         copy.set(key, memory)

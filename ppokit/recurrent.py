@@ -291,8 +291,7 @@ class TransformerModule(TensorDictModuleBase):
         frames = tensordict if is_window else tensordict.unsqueeze(-1)
         if not (frames.ndim and frames.batch_size.numel()):
             raise ValueError(f"A batch of shape {list(shape)} has no rows of frames.")
-        mask = valid_mask(frames)
-        is_init, real = _starts_of(frames, None if mask is None or mask.all() else mask)
+        is_init, real = _starts_of(frames)
         entries = [get_tensor(frames, key, fix=STATE_FIX) for key in self.in_keys[:-1]]
         entries = [x.reshape(*is_init.shape, *x.shape[frames.ndim :]) for x in entries]
         inputs, states = entries[: len(self.specs)], entries[len(self.specs) :]
@@ -493,7 +492,7 @@ def _run_in_graph(
     module: _Module, weights: Sequence[Tensor], tensordict: TensorDictBase
 ) -> TensorDictBase:
     """Write output and states as :func:`_run` does, by an operator of a graph."""
-    x, is_init, real, states = _read(module, tensordict, valid_mask(tensordict))
+    x, is_init, real, states = _read(module, tensordict)
     states = states or [x.new_zeros(*x.shape[:2], 1, weights[1].shape[1])] * 2
     following = is_init[:, 1:]  # whether the next step is of another run
     if real is not None:
@@ -523,9 +522,7 @@ def _run(
     is_batch = shape and isinstance(tensordict.get(module.in_keys[0], None), Tensor)
     if not (is_batch and is_plain) or len(is_missing) > 1 or kernels.in_function_transform():
         return parent(tensordict)
-    mask = valid_mask(tensordict)
-    given = _read(module, tensordict, None if mask is None or mask.all() else mask)
-    x, is_init, real, states = given
+    x, is_init, real, states = _read(module, tensordict)
     knows_states = real is None or not real.any()
     if (knows_states or torch.is_grad_enabled()) and not is_init[:, 1:].any():
         found = _run_rows(network, x, [state[:, 0] for state in states], real)
@@ -535,10 +532,10 @@ def _run(
 
 
 def _read(
-    module: _Module, tensordict: TensorDictBase, mask: Tensor | None
+    module: _Module, tensordict: TensorDictBase
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
     """Return input, episode starts, frames that are no padding or None, and states ``[R, T]``."""
-    is_init, real = _starts_of(tensordict, mask)
+    is_init, real = _starts_of(tensordict)
     is_init = is_init if real is None else is_init & real
     entries = (tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict)
     x, *states = (x.reshape(*is_init.shape, *x.shape[tensordict.ndim :]) for x in entries)
@@ -546,17 +543,17 @@ def _read(
 
 
 def _write(module: _Module, tensordict: TensorDictBase, found: Sequence[Tensor]) -> TensorDictBase:
-    """Write output and states ``[N, T, ...]`` into the TensorDict ``[*B, T]``, and return it."""
+    """Write output and states ``[R, T, ...]`` into the TensorDict ``[*B, T]``, and return it."""
     shape = tensordict.batch_size
     for key, made in zip(module.out_keys, found, strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
 
 
-def _starts_of(tensordict: TensorDictBase, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return episode starts ``[R, T]``, and the frames that are not padding if there is a mask.
+def _starts_of(tensordict: TensorDictBase) -> tuple[Tensor, Tensor | None]:
+    """Return episode starts ``[R, T]``, and the frames that are not padding or None if all are not.
 
-    The frames after the last valid frame of a row are padding.
+    The frames after the last valid frame of a row are padding. A graph does not look at the mask.
     """
     shape = tensordict.batch_size
     is_init = get_tensor(tensordict, IS_INIT, fix=STATE_FIX)
@@ -566,9 +563,10 @@ def _starts_of(tensordict: TensorDictBase, mask: Tensor | None) -> tuple[Tensor,
             f"{IS_INIT!r} has shape {list(is_init.shape)}; it is one flag for each frame of "
             f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
         )
-    rows = shape[:-1].numel(), shape[-1]
-    real = None if mask is None else mask.reshape(rows).flip(1).cummax(1).values.flip(1)
-    return is_init.reshape(rows), real
+    rows, mask = (shape[:-1].numel(), shape[-1]), valid_mask(tensordict)
+    if mask is None or (not is_dynamo_compiling() and mask.all()):
+        return is_init.reshape(rows), None
+    return is_init.reshape(rows), mask.reshape(rows).flip(1).cummax(1).values.flip(1)
 
 
 def _run_rows(

@@ -128,12 +128,12 @@ _LSTM = 2  # torch's number of this kind of network
 def run_lstm(x: Tensor, starts: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> list[Tensor]:
     """Return output and cells ``[T, N, H]`` of torch's LSTM of one layer, and oneDNN's workspace.
 
-    The cells are those at the last step, and before each step at which a row begins anew; others
-    may be 0. float32, on the CPU.
+    The cells are those at the last step, and before each step at which a row starts; others may be
+    0. float32, on the CPU.
 
     Args:
         x: ``[T, N, I]``.
-        starts: where a row begins anew from its stored states, bool ``[T, N]``.
+        starts: where a row starts from its stored states, bool ``[T, N]``.
         h: stored states ``[T, N, H]``, of which those of the first step and of starts are read.
         c: likewise.
         weights: those of :class:`torch.nn.LSTM`, with biases.
@@ -250,15 +250,8 @@ def _(
     return x.new_empty(h.shape), x.new_empty(h.shape), x.new_empty(size, dtype=torch.uint8)
 
 
-@torch.library.register_fake("ppokit::lstm_backward", lib=_library)
-def _(
-    grad: Tensor,
-    of_cells: Tensor,
-    x: Tensor,
-    starts: Tensor,
-    h: Tensor,
-    c: Tensor,
-    weights: list[Tensor],
-    *_: Tensor,
-) -> list[Tensor]:
-    return [z.new_empty(z.shape) for z in (x, h, c, *weights)]
+_library.impl(
+    "lstm_backward",
+    lambda grad, of_cells, x, starts, h, c, w, *_: [z.new_empty(z.shape) for z in (x, h, c, *w)],
+    "Meta",
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -423,17 +423,13 @@ def _inputs_of(
     # A graph writes to these. torch 2.13 drops what it writes to a float64 without dimensions.
     values = [p.detach() if p.ndim else p.detach().view(1) for p in parameters]
     state = [[x[kind] if x[kind].ndim else x[kind].view(1) for x in states] for kind in STATE]
-    tensors = values, [p.detach() for _, p in others], state if states else []
-    if structure.memories:
-        values, fixed, state = tensors
-        tensors = (
-            _of_static_shape(values),
-            _of_static_shape(fixed),
-            [*map(_of_static_shape, state)],
-        )
-    return Inputs(structure, parameters, tensors)
+    given = _of_static_shape if structure.memories else list[Tensor]
+    state = [given(x) for x in state] if states else []
+    return Inputs(
+        structure, parameters, (given(values), given(p.detach() for _, p in others), state)
+    )
 
 
-def _of_static_shape(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _of_static_shape(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors whose sizes a graph does not take for those of a minibatch that are equal."""
     return [nn.Parameter(x, requires_grad=False) for x in tensors]

@@ -329,7 +329,7 @@ def test_gae_of_a_recurrent_critic_without_next_observations():
     policy = TensorDictSequential(memory, head)
     recurrent = TensorDictSequential(memory, value)
     with collector_of(Wander, policy, value_network=plain, compact_obs=True) as collector:
-        collector.set_seed(0)  # where all episodes had one step, nothing would be missed
+        collector.set_seed(0)  # rows that end in a termination need no next observation
         batch = collector.rollout()
     with pytest.raises(KeyError, match=r"reads \['observation'\].*compact_obs=False"):
         gae(value_network=recurrent)(batch)

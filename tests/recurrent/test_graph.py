@@ -34,7 +34,7 @@ SPACES = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(2)
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.6])
 def test_the_operator_is_a_loop_over_cells(probability: float):
-    """Output and all gradients, in float64, where rows begin anew from stored states."""
+    """Output and all gradients, in float64, where rows start from stored states."""
     for seed in range(8):
         torch.manual_seed(seed)
         steps, rows, size, units = (int(x) for x in torch.randint(1, 9, (4,)))
